@@ -1,0 +1,364 @@
+"""The wire models that client and server share: shapes, units, ids, errors and capability flags.
+
+Units: seconds and bytes unless a name says otherwise. JSON carries bytes as base64, MessagePack as bytes. Unknown fields are refused.
+"""
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+API_VERSION = "v1"
+STREAM_TYPE = "application/x-dsec-stream"
+MSGPACK_TYPE = "application/msgpack"
+JSON_TYPE = "application/json"
+
+
+class Model(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False, kw_only=True):
+    """A request or reply body."""
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """A reply body; a client ignores fields that a newer server added."""
+
+
+class Ending(str, enum.Enum):
+    """How a command ended."""
+
+    RUNNING = "running"
+    EXITED = "exited"
+    SIGNALED = "signaled"
+    TIMEOUT = "timeout"
+    OOM = "oom"
+    KILLED = "killed"
+    SANDBOX_LOST = "sandbox_lost"
+    DISK_FULL = "disk_full"
+    OUTPUT_LIMIT = "output_limit"
+
+
+class Cause(str, enum.Enum):
+    """Why a sandbox ended."""
+
+    STOPPED = "stopped"
+    EXPIRED = "expired"
+    OOM = "oom"
+    EVICTED = "evicted"
+    AGENT_CRASH = "agent_crash"
+    INFRA_LOST = "infra_lost"
+
+
+class State(str, enum.Enum):
+    """State of a sandbox."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Health(str, enum.Enum):
+    """What the sandbox did to itself: `damaged` when its shell or PID 1's world was broken or replaced from inside."""
+
+    OK = "ok"
+    DAMAGED = "damaged"
+
+
+class Limits(Model):
+    """Limits of one sandbox. None: the node's default."""
+
+    memory_mb: int | None = None
+    cpu_cores: float | None = None
+    disk_mb: int | None = None
+    pids: int | None = None
+    open_files: int | None = None
+    output_bytes: int | None = None  # per stream of a command: this much of head and this much of tail are kept
+
+
+class SandboxSpec(Model):
+    """What to create. `image` is an environment `name[:tag]`, a layer name, or a digest `sha256:...`; or `layers` names them, base first."""
+
+    image: str | None = None
+    layers: list[str] | None = None
+    backend: str = "container"
+    limits: Limits = msgspec.field(default_factory=Limits)
+    disk: str = "default"  # "default": the node's quota medium; "memory": tmpfs, charged to the memory limit
+    max_lifetime: float | None = None  # seconds after creation; None: never
+    idle_timeout: float | None = None  # seconds without a running command, an attached stream or a request; None: never
+    network_rules: dict[str, bool] = msgspec.field(default_factory=dict)  # empty: no network but loopback
+    user: str = "root"
+    workdir: str | None = None
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    name: str | None = None
+    hostname: str | None = None
+
+
+class BatchRequest(Model):
+    """Create `n` equal sandboxes in one call. `idempotency_key`, when given, covers each as `<key>-<i>`."""
+
+    spec: SandboxSpec
+    n: int
+    idempotency_key: str | None = None
+
+
+class SandboxInfo(Reply):
+    """A sandbox as listings show it. Times are Unix seconds."""
+
+    id: str
+    state: State
+    backend: str
+    image: str | None
+    layers: list[str]
+    labels: dict[str, str]
+    name: str | None
+    created_at: float
+    deadline: float | None
+    idle_timeout: float | None
+    limits: Limits
+    user: str
+    workdir: str
+    health: Health = Health.OK
+    damage: list[str] = msgspec.field(default_factory=list)
+    supervisor_trusted: bool = True
+    ended_at: float | None = None
+    cause: Cause | None = None
+    detail: str | None = None
+    warnings: list[str] = msgspec.field(default_factory=list)
+
+
+class BatchItem(Reply):
+    """One of a batch: a sandbox or an error."""
+
+    sandbox: SandboxInfo | None = None
+    error: ErrorBody | None = None
+
+
+class LeaseRequest(Model):
+    """Change lifetimes. Absent: unchanged; null: never."""
+
+    max_lifetime: float | None | msgspec.UnsetType = msgspec.UNSET  # seconds from now
+    idle_timeout: float | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class ExecSpec(Model):
+    """A command: `argv` (no shell), or `shell` text (bash, or sh where there is no bash; not a login shell)."""
+
+    argv: list[str] | None = None
+    shell: str | None = None
+    session: str | None = None  # run `shell` text in this named session
+    id: str | None = None  # chosen by the client: a repeated id attaches, it never runs twice
+    cwd: str | None = None
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    user: str | None = None
+    timeout: float | None = None  # seconds; None: no limit but the sandbox's life
+    stdin: bytes | None = None  # whole input of at most 512 KiB; longer input goes through the stdin route
+    open_stdin: bool = False  # keep stdin open for the stdin route
+    merge: bool = False  # stderr into stdout, in order
+    pty: PtySize | None = None
+    stop_at: list[str] = msgspec.field(default_factory=list)  # "output", "disk": end the command there
+    output_bytes: int | None = None
+
+
+class PtySize(Model):
+    """Terminal size."""
+
+    rows: int = 24
+    cols: int = 80
+
+
+class StreamInfo(Reply):
+    """One stream of a command: how much it wrote and what its log still has: [0, head) and [total - tail, total)."""
+
+    total: int = 0
+    dropped: int = 0
+
+
+class ExecResult(Reply):
+    """The end of a command. `exit_code`: the code, 128+signal for a death by signal, None for every other ending."""
+
+    id: str
+    sandbox: str
+    ending: Ending
+    exit_code: int | None
+    signal: int | None = None
+    stdout: bytes = b""
+    stderr: bytes = b""
+    stdout_info: StreamInfo = msgspec.field(default_factory=StreamInfo)
+    stderr_info: StreamInfo = msgspec.field(default_factory=StreamInfo)
+    stdout_head: int = 0  # bytes of `stdout` before the gap; equals len(stdout) when nothing was dropped
+    stderr_head: int = 0
+    limits_hit: list[str] = msgspec.field(default_factory=list)
+    pipes_left_open: bool = False
+    session_lost: bool = False
+    shell_replaced: bool = False
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    cpu_seconds: float = 0.0
+    memory_peak: int = 0
+    memory_limit: int = 0
+    supervisor_trusted: bool = True
+
+
+class CommandInfo(Reply):
+    """A command in a listing."""
+
+    id: str
+    sandbox: str
+    ending: Ending
+    exit_code: int | None
+    signal: int | None
+    started_at: float
+    ended_at: float | None
+    stdout: StreamInfo
+    stderr: StreamInfo
+    pid: int = 0
+
+
+class SignalRequest(Model):
+    """Send a signal, by number or name (`TERM`), to the command's process or to its whole tree."""
+
+    signal: int | str
+    tree: bool = False
+
+
+class SessionSpec(Model):
+    """Open a named shell session (chronus): its variables, directory and functions persist between commands."""
+
+    name: str
+    cwd: str | None = None
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    user: str | None = None
+
+
+class SessionInfo(Reply):
+    """A session."""
+
+    name: str
+    busy: bool
+
+
+class FileInfo(Reply):
+    """A file. `type`: file, directory, symlink, fifo, socket, char, block."""
+
+    name: str
+    path: str
+    type: str
+    size: int
+    mode: int  # permission bits
+    uid: int
+    gid: int
+    owner: str
+    group: str
+    mtime: float
+    target: str | None = None
+
+
+class MoveRequest(Model):
+    """Rename `source` to `destination`."""
+
+    source: str
+    destination: str
+    overwrite: bool = True
+    user: str | None = None
+
+
+class MkdirRequest(Model):
+    """Make a directory."""
+
+    path: str
+    parents: bool = True
+    mode: int = 0o755
+    user: str | None = None
+
+
+class Usage(Reply):
+    """Measured use of one sandbox."""
+
+    memory: int
+    memory_peak: int
+    memory_limit: int
+    cpu_seconds: float
+    pids: int
+    disk: int
+    disk_limit: int
+    oom_kills: int
+    pids_hits: int
+    log_bytes: int
+    commands_running: int
+
+
+class LayerInfo(Reply):
+    """A layer in the catalog. `kind`: base, workspace, toolkit, diff."""
+
+    digest: str
+    name: str
+    kind: str
+    size: int
+    parents: list[str]
+    created_at: float
+    used_by: list[str]
+    source: str
+
+
+class LayerRequest(Model):
+    """Build a layer on the node. Exactly one of `debian` (suite), `directory`, `tar` (paths on the node)."""
+
+    name: str
+    kind: str = "base"
+    debian: str | None = None
+    include: list[str] = msgspec.field(default_factory=list)
+    directory: str | None = None
+    tar: str | None = None
+    parents: list[str] = msgspec.field(default_factory=list)
+    prefix: str = "/"  # where `directory` or `tar` is put inside the layer
+
+
+class EnvironmentSpec(Model):
+    """Minimal manifest: ordered layers (base first), ENV, USER, WORKDIR."""
+
+    layers: list[str]
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    user: str = "root"
+    workdir: str = "/"
+
+
+class EnvironmentInfo(Reply):
+    """A named environment."""
+
+    name: str
+    digest: str
+    layers: list[str]
+    env: dict[str, str]
+    user: str
+    workdir: str
+    created_at: float
+
+
+class Progress(Reply):
+    """One line of a long operation; the last line has `result` or `error`."""
+
+    message: str = ""
+    fraction: float | None = None
+    result: dict[str, Any] | None = None
+    error: ErrorBody | None = None
+
+
+class NodeInfo(Reply):
+    """What this node is and can do."""
+
+    version: str
+    edge: str
+    sandboxes: int
+    max_sandboxes: int
+    memory_available: int
+    capabilities: dict[str, dict[str, bool]]  # by backend
+    checks: list[dict[str, Any]]
+
+
+class ErrorBody(Reply):
+    """Every error of the HTTP API."""
+
+    code: str
+    message: str
+    retryable: bool = False
+    details: dict[str, Any] = msgspec.field(default_factory=dict)

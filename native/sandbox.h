@@ -1,0 +1,74 @@
+// One sandbox as its supervisor sees it: what it was asked to be, the kernel objects it is made of, and the one way to run something in it.
+#ifndef DSEC_SANDBOX_H
+#define DSEC_SANDBOX_H
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define MAX_LAYERS 64
+#define MAX_ENV 256
+
+struct spec {                          // decoded CREATE; strings point into the request buffer, which lives as long as aether
+  const char *id, *hostname, *workdir, *user, *run_dir, *state_dir, *cgroup;   // cgroup: "dsec-<prefix>", parent in every hierarchy
+  const char *layers[MAX_LAYERS];      // names given to MOUNT_LAYER, topmost first
+  const char *env[MAX_ENV + 1];        // NAME=value, NULL terminated
+  int nlayers, nenv, medium, userns;
+  uint32_t uid_base, cpu_milli, pids, nofile;
+  uint64_t memory_bytes, disk_bytes, shm_bytes;
+  uint64_t log_head, log_tail, log_budget;
+  uint64_t deadline_ns, idle_ns;       // CLOCK_REALTIME; 0: never
+};
+
+struct sandbox {
+  struct spec spec;
+  pid_t init;                          // PID 1 as the host sees it
+  int init_fd;                         // its pidfd: readable when it died
+  int userns_fd, mntns_fd, pidns_fd, hostpid_fd, netns_fd, cgroup_fd; // cgroup_fd: the sandbox's v2 directory
+  int devpts_fd;                       // its devpts mount, for PTYs
+  int oom_fd;                          // readable on an OOM kill inside (v1 eventfd, v2 inotify), -1 without a memory controller
+  int has_shell;                       // /bin/sh was executable when it was made
+  uint64_t shell_dev, shell_ino, bash_dev, bash_ino; // identity of /bin/sh and /bin/bash then; 0: absent
+};
+
+struct usage { uint64_t memory, memory_peak, cpu_ns, pids, disk, oom_kills, pids_hits; };
+
+struct fault { const char *code; int err; char message[200]; }; // stable code of an error reply, errno, text that names the thing
+
+// launcher.c / sandbox.c ------------------------------------------------------------------------------------------------------------
+int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f);  // 0, or -1 with everything undone
+void sandbox_kill(struct sandbox *s);  // every process of it, now; returns when init was reaped
+void sandbox_remove(struct sandbox *s);// cgroups, writable layer, run directory
+void sandbox_usage(struct sandbox *s, struct usage *u);
+uint64_t sandbox_oom_kills(struct sandbox *s);
+uint64_t sandbox_pids_hits(struct sandbox *s);
+int sandbox_disk_full(struct sandbox *s);   // the writable layer is at its quota (within one block group of slack), by ioctl or statfs
+
+// What enters the sandbox. The child joins its namespaces and cgroups, takes the user, drops capabilities, loads seccomp, then
+// execs argv, or calls run(arg) (our code, with the sandbox's rights, NOT in its pid namespace, invisible inside).
+struct entry {
+  const char *const *argv, *const *env;     // env replaces everything; NULL: spec.env plus HOME, USER, LOGNAME, PATH, HOSTNAME
+  const char *shell_text;                   // instead of argv: bash -c text, or sh -c text where there is no bash
+  const char *cwd, *user;                   // NULL: the spec's
+  int in, out, err;                         // descriptors to become 0, 1, 2; -1: /dev/null
+  int tty;                                  // in/out/err is a PTY slave: make it the controlling terminal
+  int ctl;                                  // >= 0: becomes descriptor ctl_as (session control pipe)
+  int ctl_as;
+  int cgroup_fd;                            // v2 group of its own (command), or the sandbox's
+  int light;                                // file helpers: join only the memory and v2 groups
+  void (*run)(void *arg); void *arg;
+  int keep;                                 // one more descriptor that run() may use, -1: none
+};
+// pid of the child (its pidfd in *pidfd), or -1 with f: cwd_not_found, not_found (binary), not_executable, user_not_found,
+// pids_limit, sandbox_damaged (there was a shell when the sandbox was made and now it cannot be run), no_memory, internal.
+// *pid_inside: the child's pid in the sandbox's pid namespace when cheap to know, else 0.
+pid_t sandbox_enter(struct sandbox *s, const struct entry *e, int *pidfd, struct fault *f);
+int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault *f); // master descriptor
+int sandbox_shell_replaced(struct sandbox *s); // /bin/sh or /bin/bash is no longer the file it was at the start
+
+// supervisor.c: aether's life after READY; never returns
+void aether_main(struct sandbox *s) __attribute__((noreturn));
+
+// files.c: serve one FILE request on conn (blocking, frames), inside the sandbox; never returns
+struct file_request { int conn; uint32_t request; const uint8_t *fields; size_t size; };
+void file_serve(void *file_request);
+#endif
