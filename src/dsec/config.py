@@ -1,0 +1,288 @@
+"""The one configuration of a node: `dsec.toml` < environment (`DSEC_*`) < flag, each value with the place it came from.
+
+    loaded = load(flags={"listen": "127.0.0.1:0"})       # finds the file, reads the environment, applies the flags
+    loaded.config.node.max_sandboxes                     # typed, checked
+    loaded.origins["node.max_sandboxes"]                 # "default", "file /etc/dsec/dsec.toml", "environment DSEC_...", "flag"
+
+A key that does not exist is refused, and so is a value out of its range; the message names the key and where it stands.
+Units: bytes, seconds, or what the key's name says.
+"""
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+DEFAULT_LISTEN = "127.0.0.1:7432"
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the message names the key and the file, variable or flag."""
+
+    code = "invalid_config"
+
+
+class _Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    pass
+
+
+class LogConfig(_Section, frozen=True):
+    """Where the node writes its own log (one JSON object a line)."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    dir: str = ""  # empty: <state_dir>/log
+    max_bytes: Annotated[int, Meta(ge=4096)] = 16 << 20  # a file is rotated before it grows past this
+    keep: NotNegative = 5  # rotated files kept beside the current one
+
+
+class NodeConfig(_Section, frozen=True):
+    """Limits of the node and of what it keeps."""
+
+    prefix: Annotated[str, Meta(pattern="^([a-z0-9]{4})?$")] = ""  # of sandbox ids and cgroups; empty: made once, kept in <state_dir>
+    max_sandboxes: Positive = 4000  # above: refused with Retry-After
+    warn_sandboxes: Positive = 3000  # above: created, with a warning
+    memory_reserve_mb: NotNegative = 1024  # kept free on the host: below it, creates are refused
+    medium_size_mb: NotNegative = 0  # writable layers live on one file of this size; 0: a quarter of the free space, 4-64 GiB
+    uid_base: Annotated[int, Meta(ge=65536)] = 1 << 24  # first host uid of the sandboxes' ranges
+    max_batch: Positive = 1024  # most sandboxes of one call
+    tombstone_ttl: Seconds = 3600.0  # an ended sandbox's records stay readable this long
+    max_tombstones: NotNegative = 10000
+
+
+class SandboxConfig(_Section, frozen=True):
+    """What a sandbox gets when its creator does not say."""
+
+    memory_mb: Annotated[int, Meta(ge=8)] = 1024
+    cpu_cores: Annotated[float, Meta(gt=0)] = 1.0
+    disk_mb: Annotated[int, Meta(ge=1)] = 2048
+    pids: Annotated[int, Meta(ge=8)] = 512
+    open_files: Annotated[int, Meta(ge=64)] = 1024
+    output_bytes: Annotated[int, Meta(ge=4096)] = 1 << 20  # per stream of a command: this much of head and of tail
+    log_budget_mb: Positive = 64  # all logs of one sandbox together
+    max_lifetime: NotNegative = 0  # seconds; 0: never
+    idle_timeout: NotNegative = 0  # seconds; 0: never
+
+
+class Config(_Section, frozen=True):
+    """Everything that a node can be told."""
+
+    state_dir: str = "/var/lib/dsec"
+    run_dir: str = "/run/dsec"
+    listen: str = DEFAULT_LISTEN  # host:port; port 0 takes a free one; anything but loopback needs TLS
+    tls_cert: str = ""  # PEM files
+    tls_key: str = ""
+    api_key_file: str = ""  # empty: <state_dir>/api.key; made at the first start, mode 0600
+    tools_dir: str = ""  # newer host tools (mkfs.erofs); empty: <state_dir>/tools, then the repository's build/tools
+    log: LogConfig = msgspec.field(default_factory=LogConfig)
+    node: NodeConfig = msgspec.field(default_factory=NodeConfig)
+    sandbox: SandboxConfig = msgspec.field(default_factory=SandboxConfig)
+
+    @property
+    def state(self) -> Path:
+        return Path(self.state_dir)
+
+    @property
+    def run(self) -> Path:
+        return Path(self.run_dir)
+
+    @property
+    def key_path(self) -> Path:
+        return Path(self.api_key_file) if self.api_key_file else self.state / "api.key"
+
+    @property
+    def log_dir(self) -> Path:
+        return Path(self.log.dir) if self.log.dir else self.state / "log"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of `listen`."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A configuration, the origin of each of its values by dotted key, and the file that was read (if any)."""
+
+    config: Config
+    origins: dict[str, str]
+    path: Path | None
+
+
+def keys(section: type[_Section] = Config, prefix: str = "") -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
+    """Every dotted key with its field, in the order of declaration."""
+    for field in msgspec.structs.fields(section):
+        if isinstance(field.type, type) and issubclass(field.type, _Section):
+            yield from keys(field.type, f"{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
+def variable(key: str) -> str:
+    """The environment variable of a key: `state_dir` and `run_dir` are DSEC_STATE and DSEC_RUN, `log.level` is DSEC_LOG_LEVEL."""
+    return {"state_dir": "DSEC_STATE", "run_dir": "DSEC_RUN"}.get(key) or "DSEC_" + key.replace(".", "_").upper()
+
+
+def value(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def candidates(env: Mapping[str, str]) -> list[Path]:
+    """Where a configuration file is looked for when none is named; the first that exists is the only one read."""
+    home = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME", "/root"), ".config")
+    return [Path("/etc/dsec/dsec.toml"), Path(home) / "dsec" / "dsec.toml"]
+
+
+def load(
+    path: str | os.PathLike[str] | None = None, *, flags: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None
+) -> Loaded:
+    """Reads file, environment and flags. `flags` maps dotted keys to values (text is converted; None: flag not given).
+
+    `path`, else `$DSEC_CONFIG`, must exist; else the first of `candidates` that does. Raises ConfigError.
+    """
+    env = os.environ if env is None else env
+    known = dict(keys())
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(known, "default")
+
+    named = path or env.get("DSEC_CONFIG") or None
+    file = Path(named) if named else next((p for p in candidates(env) if p.is_file()), None)
+    if file is not None:
+        for key, given in _read(file).items():
+            values[key], origins[key] = _convert(known, key, given, f"{file}", strict=True), f"file {file}"
+    for key in known:
+        name = variable(key)
+        if name in env:
+            values[key], origins[key] = _convert(known, key, env[name], f"environment {name}", strict=False), f"environment {name}"
+    _refuse_unknown(env, known)
+    for key, given in (flags or {}).items():
+        if given is not None:
+            values[key], origins[key] = _convert(known, key, given, "flag", strict=False), "flag"
+
+    config = msgspec.convert(_nest(values), Config)
+    _check(config, origins)
+    return Loaded(config, origins, file)
+
+
+def from_argv(argv: list[str]) -> Loaded:
+    """The configuration of a process started with `[--config FILE] [--set KEY=VALUE]...` (what `to_argv` makes)."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    given = parser.parse_args(argv)
+    return load(given.config, flags=assignments(given.set))
+
+
+def to_argv(path: str | None, flags: Mapping[str, Any]) -> list[str]:
+    """Arguments from which `from_argv`, with the same environment, loads the same configuration."""
+    argv = ["--config", os.path.abspath(path)] if path else []
+    for key, given in flags.items():
+        if given is not None:
+            argv += ["--set", f"{key}={given}"]
+    return argv
+
+
+def assignments(texts: list[str]) -> dict[str, str]:
+    """`KEY=VALUE` texts as flags for `load`."""
+    flags: dict[str, str] = {}
+    for text in texts:
+        key, equals, given = text.partition("=")
+        if not equals:
+            raise ConfigError(f"flag --set {text!r}: must be KEY=VALUE")
+        flags[key] = given
+    return flags
+
+
+def render(loaded: Loaded) -> list[tuple[str, Any, str]]:
+    """Rows (key, value, origin) for `dsec config show`."""
+    return [(key, value(loaded.config, key), loaded.origins[key]) for key in loaded.origins]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as f:
+            tree = tomllib.load(f)
+    except OSError as e:
+        raise ConfigError(f"cannot read configuration file {file}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file} is not TOML: {e}") from e
+    sections = {key.partition(".")[0] for key, _ in keys() if "." in key}
+    flat: dict[str, Any] = {}
+    for name, given in tree.items():
+        if name in sections:
+            if not isinstance(given, dict):
+                raise ConfigError(f"{file}: [{name}] must be a table")
+            flat.update({f"{name}.{k}": v for k, v in given.items()})
+        else:
+            flat[name] = given
+    return flat
+
+
+def _convert(known: Mapping[str, Any], key: str, given: Any, where: str, *, strict: bool) -> Any:
+    field = known.get(key)
+    if field is None:
+        raise ConfigError(f"{where}: unknown key {key!r}")
+    try:
+        return msgspec.convert(given, field.type, strict=strict)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{where}: {key} = {given!r}: {e}") from e
+
+
+def _refuse_unknown(env: Mapping[str, str], known: Mapping[str, Any]) -> None:
+    """A misspelled variable of a section would silently do nothing."""
+    names = {variable(key) for key in known}
+    prefixes = tuple({f"DSEC_{key.partition('.')[0].upper()}_" for key in known if "." in key})
+    for name in env:
+        if name.startswith(prefixes) and name not in names:
+            raise ConfigError(f"environment {name}: unknown variable")
+
+
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, given in values.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = given
+    return tree
+
+
+def _check(config: Config, origins: Mapping[str, str]) -> None:
+    """Rules over more than one value."""
+    def bad(key: str, why: str) -> ConfigError:
+        return ConfigError(f"{origins[key]}: {key} = {value(config, key)!r}: {why}")
+
+    for key in ("state_dir", "run_dir", "tls_cert", "tls_key", "api_key_file", "tools_dir", "log.dir"):
+        given = value(config, key)
+        if (given or key in ("state_dir", "run_dir")) and not os.path.isabs(given):
+            raise bad(key, "must be an absolute path")
+    host, colon, port = config.listen.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise bad("listen", "must be host:port, the port 0-65535")
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise bad("tls_cert" if config.tls_cert else "tls_key", "tls_cert and tls_key go together")
+    if not is_loopback(host.strip("[]")) and not config.tls_cert:
+        raise bad("listen", "an address that is not loopback needs TLS: set tls_cert and tls_key")
+    if config.node.warn_sandboxes > config.node.max_sandboxes and origins["node.warn_sandboxes"] != "default":
+        raise bad("node.warn_sandboxes", f"is above node.max_sandboxes = {config.node.max_sandboxes}")
+
+
+def is_loopback(host: str) -> bool:
+    """True for `localhost` and for the loopback addresses; a name that is not an address is not loopback."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
