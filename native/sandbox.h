@@ -9,7 +9,8 @@
 #define MAX_ENV 256
 
 struct spec {                          // decoded CREATE; strings point into the request buffer, which lives as long as aether
-  const char *id, *hostname, *workdir, *user, *run_dir, *state_dir, *cgroup;   // cgroup: "dsec-<prefix>", parent in every hierarchy
+  const char *id, *hostname, *workdir, *user, *cgroup;                         // cgroup: "dsec-<prefix>", parent in every hierarchy
+  const char *run_dir, *state_dir;     // its own directories: RUN/<id> and STATE/sandboxes/<id>; both exist from sandbox_create on
   const char *layers[MAX_LAYERS];      // names given to MOUNT_LAYER, topmost first
   const char *env[MAX_ENV + 1];        // NAME=value, NULL terminated
   int nlayers, nenv, medium, userns;
@@ -23,11 +24,13 @@ struct sandbox {
   struct spec spec;
   pid_t init;                          // PID 1 as the host sees it
   int init_fd;                         // its pidfd: readable when it died
-  int userns_fd, mntns_fd, pidns_fd, hostpid_fd, netns_fd, cgroup_fd; // cgroup_fd: the sandbox's v2 directory
+  int listen_fd;                       // RUN/<id>/aether.sock, listening (non-blocking) since before anything else was made
+  int userns_fd, hostpid_fd, cgroup_fd;// cgroup_fd: the sandbox's v2 directory
   int devpts_fd;                       // its devpts mount, for PTYs
   int oom_fd;                          // readable on an OOM kill inside (v1 eventfd, v2 inotify), -1 without a memory controller
   int has_shell;                       // /bin/sh was executable when it was made
   uint64_t shell_dev, shell_ino, bash_dev, bash_ino; // identity of /bin/sh and /bin/bash then; 0: absent
+  struct box *box;                     // what only sandbox.c and enter.c need
 };
 
 struct usage { uint64_t memory, memory_peak, cpu_ns, pids, disk, oom_kills, pids_hits; };
@@ -46,7 +49,8 @@ int sandbox_disk_full(struct sandbox *s);   // the writable layer is at its quot
 // What enters the sandbox. The child joins its namespaces and cgroups, takes the user, drops capabilities, loads seccomp, then
 // execs argv, or calls run(arg) (our code, with the sandbox's rights, NOT in its pid namespace, invisible inside).
 struct entry {
-  const char *const *argv, *const *env;     // env replaces everything; NULL: spec.env plus HOME, USER, LOGNAME, PATH, HOSTNAME
+  const char *const *argv, *const *env;     // env: this call's NAME=value (NULL: none); wins over spec.env, which wins over the
+                                            // defaults of HOME, USER, LOGNAME, PATH, HOSTNAME (and TERM for a tty)
   const char *shell_text;                   // instead of argv: bash -c text, or sh -c text where there is no bash
   const char *cwd, *user;                   // NULL: the spec's
   int in, out, err;                         // descriptors to become 0, 1, 2; -1: /dev/null
@@ -60,7 +64,6 @@ struct entry {
 };
 // pid of the child (its pidfd in *pidfd), or -1 with f: cwd_not_found, not_found (binary), not_executable, user_not_found,
 // pids_limit, sandbox_damaged (there was a shell when the sandbox was made and now it cannot be run), no_memory, internal.
-// *pid_inside: the child's pid in the sandbox's pid namespace when cheap to know, else 0.
 pid_t sandbox_enter(struct sandbox *s, const struct entry *e, int *pidfd, struct fault *f);
 int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault *f); // master descriptor
 int sandbox_shell_replaced(struct sandbox *s); // /bin/sh or /bin/bash is no longer the file it was at the start
