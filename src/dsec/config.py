@@ -9,7 +9,6 @@ Units: bytes, seconds, or what the key's name says.
 """
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import os
 import tomllib
@@ -42,7 +41,7 @@ class LogConfig(_Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     dir: str = ""  # empty: <state_dir>/log
     max_bytes: Annotated[int, Meta(ge=4096)] = 16 << 20  # a file is rotated before it grows past this
-    keep: NotNegative = 5  # rotated files kept beside the current one
+    keep: Positive = 5  # rotated files kept beside the current one
 
 
 class NodeConfig(_Section, frozen=True):
@@ -179,6 +178,8 @@ def load(
 
 def from_argv(argv: list[str]) -> Loaded:
     """The configuration of a process started with `[--config FILE] [--set KEY=VALUE]...` (what `to_argv` makes)."""
+    import argparse  # a fifth of this module's import time, and only processes started by us need it
+
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
