@@ -89,7 +89,15 @@ class RequestTimeout(DSecError, TimeoutError):
     status = 0
 
 
-CODES.update({cls.code: cls for cls in (ConnectionFailed, StreamLost, RequestTimeout)})
+class CommandFailed(DSecError):
+    """A command that was to be checked did not end with exit code 0; `result` is its `ExecResult`. Raised by the client only."""
+
+    code = "command_failed"
+    status = 0
+    result: Any = None
+
+
+CODES.update({cls.code: cls for cls in (ConnectionFailed, StreamLost, RequestTimeout, CommandFailed)})
 
 
 def from_body(code: str, message: str, details: dict[str, Any], retry_after: float | None = None) -> DSecError:

@@ -5,6 +5,7 @@ Units: seconds and bytes unless a name says otherwise. JSON carries bytes as bas
 from __future__ import annotations
 
 import enum
+import struct
 from typing import Any
 
 import msgspec
@@ -13,6 +14,13 @@ API_VERSION = "v1"
 STREAM_TYPE = "application/x-dsec-stream"
 MSGPACK_TYPE = "application/msgpack"
 JSON_TYPE = "application/json"
+DEFAULT_URL = "http://127.0.0.1:7432"
+
+# Frames of STREAM_TYPE: u8 kind, u32 length (LE), bytes.
+FRAME_STDOUT, FRAME_STDERR, FRAME_EVENT, FRAME_KEEPALIVE = 1, 2, 3, 4
+FRAME_HEADER = struct.Struct("<BI")
+STREAM_KEEPALIVE = 15.0  # seconds of silence after which the server sends a keepalive frame
+STDIN_INLINE = 512 << 10  # longest `ExecSpec.stdin`
 
 
 class Model(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False, kw_only=True):
@@ -85,7 +93,7 @@ class SandboxSpec(Model):
     max_lifetime: float | None = None  # seconds after creation; None: never
     idle_timeout: float | None = None  # seconds without a running command, an attached stream or a request; None: never
     network_rules: dict[str, bool] = msgspec.field(default_factory=dict)  # empty: no network but loopback
-    user: str = "root"
+    user: str | None = None  # None: the image's USER
     workdir: str | None = None
     env: dict[str, str] = msgspec.field(default_factory=dict)
     labels: dict[str, str] = msgspec.field(default_factory=dict)
@@ -353,6 +361,25 @@ class NodeInfo(Reply):
     memory_available: int
     capabilities: dict[str, dict[str, bool]]  # by backend
     checks: list[dict[str, Any]]
+
+
+class VersionInfo(Reply):
+    """What answers here."""
+
+    version: str
+    api: str
+
+
+class StreamEvent(Reply):
+    """An event frame of a command stream. `event`: start, gap (bytes `from_` to `to` of `stream` are no longer kept), end, error."""
+
+    event: str
+    id: str | None = None
+    stream: str | None = None
+    from_: int = msgspec.field(name="from", default=0)
+    to: int = 0
+    result: ExecResult | None = None  # without the output
+    error: ErrorBody | None = None
 
 
 class ErrorBody(Reply):
