@@ -1,0 +1,1 @@
+"""Backends: ways to start a supervisor, and to clean up without it."""

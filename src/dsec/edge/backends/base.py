@@ -1,0 +1,144 @@
+"""The backend contract, and what the edge asks of the images.
+
+A backend starts a supervisor and cleans up when a supervisor is gone; everything between is the wire (docs/architecture.md, section 5).
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from libdsec.errors import Unsupported
+
+# What a sandbox of a backend can do. A backend names every one of them.
+CAPABILITIES = (
+    "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "network_rules",
+    "egress_hosts", "pause_memory", "pause_disk", "fork", "snapshot", "gpu", "desktop", "nested_containers", "privileged",
+    "trusted_supervisor",
+)  # fmt: skip
+
+
+def capabilities(*present: str) -> dict[str, bool]:
+    """Every capability, True for the ones given. ValueError for a name that is none."""
+    unknown = set(present) - set(CAPABILITIES)
+    if unknown:
+        raise ValueError(f"no such capabilities: {sorted(unknown)}")
+    return {name: name in present for name in CAPABILITIES}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """A read-only layer: its digest (`sha256:...`) and its image file."""
+
+    digest: str
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResolvedImage:
+    """What an image name stands for now. `layers`: base first."""
+
+    name: str | None
+    layers: Sequence[Layer]
+    env: Mapping[str, str]
+    user: str
+    workdir: str
+
+
+class ImageResolver(Protocol):
+    """The images' side. `pin` and `unpin` are called in the same step of the event loop as what they belong to, so they cannot wait."""
+
+    async def resolve(self, image: str | None, layers: list[str] | None) -> ResolvedImage:
+        """Layers and defaults of an image, or of a list of layers, base first. Raises LayerNotFound, LayerInvalid."""
+        ...
+
+    def pin(self, digests: Iterable[str], sandbox_id: str) -> None:
+        """These layers are used by this sandbox until `unpin`."""
+        ...
+
+    def unpin(self, sandbox_id: str) -> None:
+        """The sandbox is gone."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartSpec:
+    """A sandbox with nothing left open: every default filled in. Bytes, nanoseconds of the real-time clock (0: never)."""
+
+    id: str
+    hostname: str
+    layers: Sequence[Layer]  # base first
+    env: Mapping[str, str]
+    user: str
+    workdir: str
+    uid_base: int
+    memory_bytes: int
+    disk_bytes: int
+    memory_disk: bool
+    pids: int
+    cpu_milli: int
+    open_files: int
+    shm_bytes: int
+    log_head: int
+    log_tail: int
+    log_budget: int
+    deadline_ns: int
+    idle_ns: int
+    run_dir: Path
+    state_dir: Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started:
+    """A supervisor that answers at `socket`."""
+
+    socket: Path
+    pid: int  # the supervisor's
+    init_pid: int  # PID 1 of the sandbox, as the host sees it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskUsage:
+    """The writable medium: bytes."""
+
+    size: int
+    free: int
+
+
+class Backend(Protocol):
+    """One kind of sandbox."""
+
+    name: str
+    capabilities: Mapping[str, bool]
+
+    async def open(self, join: int | None) -> None:
+        """Get ready. `join`: pid of a supervisor of an earlier edge that still lives, whose mounts are to be shared."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of what `open` took; sandboxes are not touched."""
+        ...
+
+    async def start(self, spec: StartSpec) -> Started:
+        """Make the sandbox. On an error nothing is left."""
+        ...
+
+    async def reap(self, sandbox_id: str, run_dir: Path, state_dir: Path, memory_disk: bool) -> None:
+        """Remove everything of a sandbox whose supervisor is gone. No error when there is nothing."""
+        ...
+
+    async def orphans(self, known: Iterable[str]) -> list[str]:
+        """Ids of sandboxes of this edge that have kernel objects here and are not known."""
+        ...
+
+    async def disk_usage(self) -> DiskUsage:
+        """How full the writable medium is."""
+        ...
+
+
+def require(backend: Backend, capability: str, why: str) -> None:
+    """Refuse what the backend cannot do: Unsupported, with the capability's name."""
+    if not backend.capabilities.get(capability):
+        message = f"backend {backend.name} cannot serve {why} (capability {capability})"
+        raise Unsupported(message, capability=capability, backend=backend.name)

@@ -1,0 +1,66 @@
+"""What an edge is told at its start. The composition root fills it from the node's configuration."""
+from __future__ import annotations
+
+import dataclasses
+import os
+from importlib import resources
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+def find_aether() -> Path:
+    """The supervisor binary: DSEC_AETHER, else the one inside the package, else a checkout's build. FileNotFoundError names all three."""
+    override = os.environ.get("DSEC_AETHER")
+    if override:
+        return Path(override)
+    packaged = Path(str(resources.files("dsec") / "_native" / "aether"))
+    built = Path(__file__).resolve().parents[3] / "native" / "build" / "aether"
+    for path in (packaged, built):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"the supervisor binary aether is neither at {packaged} nor at {built}, and DSEC_AETHER is not set")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeConfig:
+    """Paths, limits of the node, and what a sandbox gets when its creator does not say. Bytes and seconds."""
+
+    state_dir: Path
+    run_dir: Path
+    aether: Path
+    seccomp: Path | None = None  # filter program (raw sock_filter array) that every command gets
+    prefix: str = ""  # four of [a-z0-9]; empty: made once and kept in state_dir
+    medium_bytes: int = 0  # size of the file that holds the writable layers; 0: a quarter of the free space, 4 to 64 GiB
+    max_sandboxes: int = 4000
+    warn_sandboxes: int = 3000
+    max_creating: int = 8  # creates in flight at the launcher
+    memory_reserve: int = 1024 * MIB
+    uid_base: int = 0x10000000
+    tombstone_ttl: float = 600.0
+    max_tombstones: int = 10000
+    max_batch: int = 1024
+    stop_timeout: float = 10.0  # then the supervisor is taken for hung and the sandbox is reaped without it
+    # defaults of a sandbox
+    memory_mb: int = 1024
+    cpu_cores: float = 1.0
+    disk_mb: int = 2048
+    pids: int = 512
+    open_files: int = 1024
+    output_bytes: int = 1 * MIB
+    log_budget: int = 64 * MIB
+    shm_bytes: int = 64 * MIB
+    max_lifetime: float | None = None
+    idle_timeout: float | None = None
+
+    @property
+    def journal(self) -> Path:
+        return self.state_dir / "journal.jsonl"
+
+    @property
+    def sandboxes(self) -> Path:
+        return self.state_dir / "sandboxes"
+
+    @property
+    def medium(self) -> Path:
+        return self.state_dir / "medium.btrfs"
