@@ -1,7 +1,10 @@
 // Supervisor wire: frames between the edge and aether (docs/architecture.md, section 3). Mirror: src/dsec/edge/wire.py.
 #ifndef DSEC_WIRE_H
 #define DSEC_WIRE_H
+#include <fcntl.h>
 #include <stdint.h>
+#include <unistd.h>
+#undef F_OK                            // access(2)'s 0, which would silently take the place of ours below
 
 #define WIRE_MAJOR 1
 #ifndef WIRE_MINOR
