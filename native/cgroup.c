@@ -1,0 +1,214 @@
+// Control groups of a sandbox: limits in v1 hierarchies where the controllers live there, else in v2; the v2 group always exists, for
+// killing, freezing and CLONE_INTO_CGROUP. Directories are kept as descriptors, so that no cgroup mount is needed in our namespace.
+#include "node.h"
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/inotify.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include "util.h"
+
+static const char *const controller[CG_COUNT] = {"memory", "pids", "cpu"};
+
+static int has_word(const char *list, const char *word, char separator) {
+  size_t n = strlen(word);
+  for (const char *p = list; p; p = strchr(p, separator)) {
+    if (*p == separator) p++;
+    if (!strncmp(p, word, n) && (!p[n] || p[n] == separator || p[n] == '\n')) return 1;
+  }
+  return 0;
+}
+
+static int own_directory(const char *mount, struct fault *f) {
+  char path[4200];
+  snprintf(path, sizeof path, "%s/%s", mount, node.cgroup);
+  if (mkdir(path, 0755) && errno != EEXIST) return fault_host(f, errno, "make the cgroup %s", path);
+  int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  return fd < 0 ? fault_host(f, errno, "open the cgroup %s", path) : fd;
+}
+
+// Controllers must be switched on in every group from the root down to ours, so that the groups of sandboxes get them.
+static int enable(const char *mount, struct fault *f) {
+  char path[4200];
+  for (int below = 0; below < 2; below++)
+    for (int i = 0; i < CG_COUNT; i++) {
+      char word[16];
+      if (node.v1[i] >= 0) continue;
+      snprintf(path, sizeof path, "%s%s%s/cgroup.subtree_control", mount, below ? "/" : "", below ? node.cgroup : "");
+      snprintf(word, sizeof word, "+%s", controller[i]);
+      if (write_at(AT_FDCWD, path, word)) return fault_set(f, "internal", errno, "enable the %s controller in %s", controller[i], path);
+    }
+  return 0;
+}
+
+int cgroup_open(struct fault *f) {
+  char line[8192], unified[4096] = "";
+  node.v2 = -1;
+  for (int i = 0; i < CG_COUNT; i++) node.v1[i] = -1;
+  FILE *m = fopen("/proc/self/mountinfo", "re");
+  if (!m) return fault_host(f, errno, "open /proc/self/mountinfo");
+  while (fgets(line, sizeof line, m)) {
+    char point[4096], type[64], options[2048];
+    char *dash = strstr(line, " - ");
+    if (!dash || sscanf(line, "%*s %*s %*s %*s %4095s", point) != 1 || sscanf(dash, " - %63s %*s %2047s", type, options) != 2) continue;
+    if (!strcmp(type, "cgroup2") && !*unified) snprintf(unified, sizeof unified, "%s", point);
+    if (strcmp(type, "cgroup")) continue;
+    for (int i = 0; i < CG_COUNT; i++)
+      if (node.v1[i] < 0 && has_word(options, controller[i], ',') && (node.v1[i] = own_directory(point, f)) < 0) { fclose(m); return -1; }
+  }
+  fclose(m);
+  if (!*unified) return fault_set(f, "internal", 0, "no cgroup v2 tree is mounted on this host");
+  for (int i = 0; i < CG_COUNT; i++) {
+    char path[4200], have[512];
+    snprintf(path, sizeof path, "%s/cgroup.controllers", unified);
+    if (node.v1[i] < 0 && (read_at(AT_FDCWD, path, have, sizeof have) < 0 || !has_word(have, controller[i], ' ')))
+      return fault_set(f, "internal", 0, "the %s controller is neither in cgroup v1 nor in %s", controller[i], unified);
+  }
+  node.v2 = own_directory(unified, f);
+  return node.v2 < 0 ? -1 : enable(unified, f);
+}
+
+static int group(int parent, const char *id, const char *what, struct fault *f) {
+  if (mkdirat(parent, id, 0755)) return fault_host(f, errno, "make the %s cgroup %s/%s", what, node.cgroup, id);
+  int fd = openat(parent, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  return fd < 0 ? fault_host(f, errno, "open the %s cgroup %s/%s", what, node.cgroup, id) : fd;
+}
+
+static int limit(int dir, const char *file, const char *text, struct fault *f) {
+  return write_at(dir, file, text) ? fault_host(f, errno, "write %s to the cgroup's %s", text, file) : 0;
+}
+
+static int limits(struct sandbox *s, struct fault *f) {
+  const struct spec *c = &s->spec;
+  const struct box *b = s->box;
+  char text[64];
+  if (c->memory_bytes) {
+    snprintf(text, sizeof text, "%llu", (unsigned long long)c->memory_bytes);
+    if (b->v1[CG_MEMORY] >= 0) {
+      if (limit(b->v1[CG_MEMORY], "memory.limit_in_bytes", text, f)) return -1;
+      // absent where the kernel does not account swap
+      if (write_at(b->v1[CG_MEMORY], "memory.memsw.limit_in_bytes", text) && errno != ENOENT)
+        return fault_host(f, errno, "write %s to the cgroup's memory.memsw.limit_in_bytes", text);
+    } else {
+      if (limit(s->cgroup_fd, "memory.max", text, f)) return -1;
+      if (write_at(s->cgroup_fd, "memory.swap.max", "0") && errno != ENOENT) return fault_host(f, errno, "write to memory.swap.max");
+    }
+  }
+  if (c->pids) {
+    snprintf(text, sizeof text, "%u", c->pids);
+    if (limit(b->v1[CG_PIDS] >= 0 ? b->v1[CG_PIDS] : s->cgroup_fd, "pids.max", text, f)) return -1;
+  }
+  if (c->cpu_milli) {
+    unsigned long quota = c->cpu_milli < 10 ? 1000 : c->cpu_milli * 100ul;      // of a period of 100 ms; the kernel's least is 1 ms
+    snprintf(text, sizeof text, b->v1[CG_CPU] >= 0 ? "%lu" : "%lu 100000", quota);
+    if (b->v1[CG_CPU] >= 0 ? limit(b->v1[CG_CPU], "cpu.cfs_quota_us", text, f) : limit(s->cgroup_fd, "cpu.max", text, f)) return -1;
+  }
+  return 0;
+}
+
+static int watch_oom(struct sandbox *s, struct fault *f) {
+  const struct box *b = s->box;
+  if (b->v1[CG_MEMORY] >= 0) {
+    char text[32];
+    int control = openat(b->v1[CG_MEMORY], "memory.oom_control", O_RDONLY | O_CLOEXEC);
+    s->oom_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    snprintf(text, sizeof text, "%d %d", s->oom_fd, control);
+    int bad = control < 0 || s->oom_fd < 0 || write_at(b->v1[CG_MEMORY], "cgroup.event_control", text);
+    int err = errno;
+    close_fd(&control);
+    return bad ? fault_host(f, err, "watch the memory cgroup of %s for OOM", s->spec.id) : 0;
+  }
+  char path[64];
+  snprintf(path, sizeof path, "/proc/self/fd/%d/memory.events", s->cgroup_fd);
+  s->oom_fd = inotify_init1(IN_CLOEXEC | IN_NONBLOCK);
+  if (s->oom_fd < 0 || inotify_add_watch(s->oom_fd, path, IN_MODIFY) < 0)
+    return fault_host(f, errno, "watch memory.events of %s", s->spec.id);
+  return 0;
+}
+
+int cgroup_make(struct sandbox *s, struct fault *f) {
+  struct box *b = s->box;
+  const char *id = s->spec.id;
+  if ((s->cgroup_fd = group(node.v2, id, "v2", f)) < 0) return -1;
+  for (int i = 0; i < CG_COUNT; i++) {
+    if (node.v1[i] < 0) continue;
+    // two controllers of one hierarchy share a directory
+    if ((b->v1[i] = openat(node.v1[i], id, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) >= 0) continue;
+    if ((b->v1[i] = group(node.v1[i], id, controller[i], f)) < 0) return -1;
+    if ((b->join[i] = openat(b->v1[i], "cgroup.procs", O_WRONLY | O_CLOEXEC)) < 0)
+      return fault_host(f, errno, "open cgroup.procs of %s", id);
+  }
+  return limits(s, f) || watch_oom(s, f) ? -1 : 0;
+}
+
+void cgroup_kill(int v2) { write_at(v2, "cgroup.kill", "1"); }
+
+static void remove_children(int dir) {
+  int copy = openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  DIR *d = copy < 0 ? NULL : fdopendir(copy);
+  if (!d) { close_fd(&copy); return; }
+  for (struct dirent *e; (e = readdir(d));)
+    if (e->d_type == DT_DIR && e->d_name[0] != '.') unlinkat(dir, e->d_name, AT_REMOVEDIR);
+  closedir(d);
+}
+
+// A group is busy for a moment after its last process was reaped; a killed process may also take a while to die.
+#define REMOVE_TRIES 400
+static int remove_group(int parent, const char *id, int v2) {
+  for (int i = 0; parent >= 0; i++) {
+    if (!unlinkat(parent, id, AT_REMOVEDIR) || errno == ENOENT) return 0;
+    if (errno != EBUSY || i == REMOVE_TRIES) return -1;
+    int dir = openat(parent, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir >= 0 && v2) {
+      uint64_t alive = 1;
+      read_key(dir, "cgroup.events", "populated", &alive);
+      if (alive) cgroup_kill(dir);
+      else remove_children(dir);
+      if (!alive && !unlinkat(parent, id, AT_REMOVEDIR)) { close(dir); return 0; }
+    }
+    close_fd(&dir);
+    nap_us(i < 20 ? 100 : 10000);
+  }
+  return 0;
+}
+
+int cgroup_remove(const char *id) {
+  int err = remove_group(node.v2, id, 1) ? errno : 0;
+  for (int i = 0; i < CG_COUNT; i++)
+    if (remove_group(node.v1[i], id, 0)) err = errno;
+  errno = err;
+  return err ? -1 : 0;
+}
+
+int cgroup_pids_full(struct sandbox *s) {
+  uint64_t now;
+  int dir = s->box->v1[CG_PIDS] >= 0 ? s->box->v1[CG_PIDS] : s->cgroup_fd;
+  return s->spec.pids && !read_u64(dir, "pids.current", &now) && now >= s->spec.pids;
+}
+
+uint64_t sandbox_oom_kills(struct sandbox *s) {
+  uint64_t n = 0;
+  if (s->box->v1[CG_MEMORY] >= 0) read_key(s->box->v1[CG_MEMORY], "memory.oom_control", "oom_kill", &n);
+  else read_key(s->cgroup_fd, "memory.events", "oom_kill", &n);
+  return n;
+}
+
+uint64_t sandbox_pids_hits(struct sandbox *s) {
+  uint64_t n = 0;
+  read_key(s->box->v1[CG_PIDS] >= 0 ? s->box->v1[CG_PIDS] : s->cgroup_fd, "pids.events", "max", &n);
+  return n;
+}
+
+void cgroup_usage(struct sandbox *s, struct usage *u) {
+  int m = s->box->v1[CG_MEMORY], p = s->box->v1[CG_PIDS];
+  read_u64(m >= 0 ? m : s->cgroup_fd, m >= 0 ? "memory.usage_in_bytes" : "memory.current", &u->memory);
+  read_u64(m >= 0 ? m : s->cgroup_fd, m >= 0 ? "memory.max_usage_in_bytes" : "memory.peak", &u->memory_peak);
+  if (!read_key(s->cgroup_fd, "cpu.stat", "usage_usec", &u->cpu_ns)) u->cpu_ns *= 1000;
+  read_u64(p >= 0 ? p : s->cgroup_fd, "pids.current", &u->pids);
+  u->oom_kills = sandbox_oom_kills(s);
+  u->pids_hits = sandbox_pids_hits(s);
+}

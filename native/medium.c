@@ -1,0 +1,213 @@
+// The writable medium: one btrfs in a preallocated file on a loop device with direct I/O, one subvolume with a quota a sandbox.
+// A sandbox over its quota sees EDQUOT ("Disk quota exceeded"), which btrfs gives where other file systems give ENOSPC.
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/btrfs.h>
+#include <linux/btrfs_tree.h>
+#include <linux/fs.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include "node.h"
+#include "util.h"
+
+#define QUOTA_SIMPLE 4                 // accounts by extent owner: no backref walks (Linux 6.7)
+#define SLACK (1u << 20)               // a layer that cannot take this much more counts as full
+#define OPTIONS "nodatacow,nodiscard"  // nothing here outlives a crash; a discard would give the reserved blocks back to the host
+
+static int vol(int dir, unsigned long request, const char *name) {
+  struct btrfs_ioctl_vol_args a = {0};
+  if (strlen(name) > BTRFS_PATH_NAME_MAX) { errno = ENAMETOOLONG; return -1; }
+  memcpy(a.name, name, strlen(name));
+  return ioctl(dir, request, &a);
+}
+
+static int run_mkfs(const char *program, const char *path, struct fault *f) {
+  int out[2];
+  char text[512] = "";
+  if (!program) program = "mkfs.btrfs";
+  if (pipe2(out, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
+  signal(SIGCHLD, SIG_DFL);            // its status is wanted
+  pid_t pid = fork();
+  if (!pid) {
+    if (setns(node.host_ns, CLONE_NEWNS)) _exit(126);
+    dup2(out[1], 1);
+    dup2(out[1], 2);
+    execlp(program, program, "-q", "-f", "-K", "-m", "single", "-d", "single", path, (char *)NULL);
+    _exit(127);
+  }
+  close(out[1]);
+  size_t used = 0;
+  for (ssize_t n; pid > 0 && (n = read(out[0], text + used, sizeof text - 1 - used)) > 0;) used += (size_t)n;
+  close(out[0]);
+  int status = -1;
+  if (pid > 0) waitpid(pid, &status, 0);
+  signal(SIGCHLD, SIG_IGN);
+  if (!status) return 0;
+  if (pid > 0 && WIFEXITED(status) && WEXITSTATUS(status) == 127) return fault_set(f, "internal", 0, "%s is not there (package btrfs-progs)", program);
+  text[strcspn(text, "\n")] = 0;
+  return fault_set(f, "internal", 0, "%s %s failed: %.90s", program, path, text);
+}
+
+// An open file of the wanted size with a file system in it. `fresh`: make that even if there is one.
+static int image(const char *path, uint64_t bytes, const char *mkfs, int fresh, struct fault *f) {
+  struct stat st;
+  int file = host_open(path, O_RDWR);
+  int have = file >= 0 && !fstat(file, &st) && (uint64_t)st.st_size == bytes;
+  if (have && !fresh) return file;
+  if (!have) {
+    close_fd(&file);
+    if (setns(node.host_ns, CLONE_NEWNS)) return fault_host(f, errno, "visit the host's mounts");
+    unlink(path);
+    if (setns(node.own_ns, CLONE_NEWNS)) _exit(70);
+    if ((file = host_open(path, O_RDWR | O_CREAT)) < 0) return fault_host(f, errno, "make the medium %s", path);
+    int flags = FS_NOCOW_FL;           // where the host's own file system is btrfs; refused elsewhere
+    (void)ioctl(file, FS_IOC_SETFLAGS, &flags);
+    if (fallocate(file, 0, 0, (off_t)bytes)) {
+      int err = errno;
+      if (!ftruncate(file, 0)) close_fd(&file);
+      return fault_host(f, err, "reserve %llu MiB for the medium %s", (unsigned long long)(bytes >> 20), path);
+    }
+  }
+  if (run_mkfs(mkfs, path, f)) close_fd(&file);
+  return file;
+}
+
+static int mount_image(int file, struct fault *f) {
+  char dev[64];
+  int loop = loop_attach(file, 0, 1, dev, sizeof dev, f);
+  if (loop < 0) return -1;
+  int bad = mount(dev, NODE_MEDIUM, "btrfs", MS_NOATIME | MS_NODEV | MS_NOSUID, OPTIONS), err = errno;
+  close(loop);                         // the mount holds the device
+  errno = err;
+  return bad;
+}
+
+static int quota_directory(void) {
+  struct btrfs_ioctl_fs_info_args info = {0};
+  char path[128];
+  if (ioctl(node.medium, BTRFS_IOC_FS_INFO, &info)) return -1;
+  int n = snprintf(path, sizeof path, "/sys/fs/btrfs/");
+  for (int i = 0; i < 16; i++)
+    n += snprintf(path + n, sizeof path - (size_t)n, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", info.fsid[i]);
+  snprintf(path + n, sizeof path - (size_t)n, "/qgroups");
+  return host_open(path, O_RDONLY | O_DIRECTORY);
+}
+
+int medium_open(void) {
+  struct statx st;
+  if (statx(AT_FDCWD, NODE_MEDIUM, 0, 0, &st) || !(st.stx_attributes & STATX_ATTR_MOUNT_ROOT)) return -1;
+  node.medium = open(NODE_MEDIUM, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (node.medium < 0) return -1;
+  node.qgroups = quota_directory();
+  return 0;
+}
+
+static int wipe(const char *const *keep, int nkeep, struct fault *f) {
+  int copy = openat(node.medium, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  DIR *d = copy < 0 ? NULL : fdopendir(copy);
+  if (!d) { close_fd(&copy); return fault_host(f, errno, "list the medium"); }
+  int bad = 0;
+  for (struct dirent *e; !bad && (e = readdir(d));) {
+    int kept = e->d_name[0] == '.';
+    for (int i = 0; i < nkeep && !kept; i++) kept = !strcmp(keep[i], e->d_name);
+    if (!kept && medium_remove(e->d_name)) bad = fault_host(f, errno, "remove the stale volume %s from the medium", e->d_name);
+  }
+  closedir(d);
+  return bad;
+}
+
+int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char *const *keep, int nkeep, struct fault *f) {
+  char loop[32];
+  if (node.medium >= 0) return 0;
+  if (!path || *path != '/' || bytes < (256u << 20)) return fault_set(f, "invalid_request", 0, "the medium needs an absolute path and at least 256 MiB");
+  int file = host_open(path, O_RDWR);
+  // two loop devices over one file would be two file systems that do not know each other; one that is going away is waited for
+  for (int i = 0; file >= 0 && loop_find(file, loop, sizeof loop); i++) {
+    if (i == 50) { close(file); return fault_set(f, "internal", 0, "the medium %s is in use by %s: another node runs on this state", path, loop); }
+    nap_us(100000);
+  }
+  close_fd(&file);
+  if ((file = image(path, bytes, mkfs, 0, f)) < 0) return -1;
+  if (mount_image(file, f)) {          // not a file system, or one that was cut short
+    close_fd(&file);
+    if (f->code || (file = image(path, bytes, mkfs, 1, f)) < 0) return -1;
+    if (mount_image(file, f)) {
+      int err = errno;
+      close_fd(&file);
+      return fault_host(f, err, "mount the medium %s", path);
+    }
+  }
+  close(file);
+  if (medium_open()) return fault_host(f, errno, "open the medium");
+  struct btrfs_ioctl_quota_ctl_args q = {.cmd = QUOTA_SIMPLE};
+  if (ioctl(node.medium, BTRFS_IOC_QUOTA_CTL, &q) && errno != EEXIST) {
+    q.cmd = BTRFS_QUOTA_CTL_ENABLE;
+    if (ioctl(node.medium, BTRFS_IOC_QUOTA_CTL, &q) && errno != EEXIST) {
+      int err = errno;
+      close_fd(&node.medium);
+      umount2(NODE_MEDIUM, MNT_DETACH);
+      return fault_host(f, err, "enable quotas on the medium %s", path);
+    }
+  }
+  close_fd(&node.qgroups);
+  node.qgroups = quota_directory();
+  return wipe(keep, nkeep, f);
+}
+
+int medium_make(struct sandbox *s, struct fault *f) {
+  const char *id = s->spec.id;
+  struct box *b = s->box;
+  if (node.medium < 0) return fault_set(f, "internal", 0, "the node's writable medium is not mounted");
+  if (vol(node.medium, BTRFS_IOC_SUBVOL_CREATE, id)) return fault_host(f, errno, "make the writable layer of %s", id);
+  if ((b->volume = openat(node.medium, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the writable layer of %s", id);
+  struct btrfs_ioctl_ino_lookup_args where = {.objectid = BTRFS_FIRST_FREE_OBJECTID};
+  if (ioctl(b->volume, BTRFS_IOC_INO_LOOKUP, &where)) return fault_host(f, errno, "find the writable layer of %s", id);
+  snprintf(b->qgroup, sizeof b->qgroup, "0_%llu", (unsigned long long)where.treeid);
+  if (!s->spec.disk_bytes) return 0;
+  struct btrfs_ioctl_qgroup_limit_args l = {.qgroupid = where.treeid, .lim = {.flags = BTRFS_QGROUP_LIMIT_MAX_RFER, .max_rfer = s->spec.disk_bytes}};
+  return ioctl(b->volume, BTRFS_IOC_QGROUP_LIMIT, &l) ? fault_host(f, errno, "limit the writable layer of %s", id) : 0;
+}
+
+int medium_remove(const char *id) {
+  struct btrfs_ioctl_ino_lookup_args where = {.objectid = BTRFS_FIRST_FREE_OBJECTID};
+  if (node.medium < 0) return 0;
+  int dir = openat(node.medium, id, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (dir < 0) return errno == ENOENT ? 0 : -1;
+  int known = !ioctl(dir, BTRFS_IOC_INO_LOOKUP, &where);
+  close(dir);
+  if (vol(node.medium, BTRFS_IOC_SNAP_DESTROY, id)) return errno == ENOENT ? 0 : -1;
+  // the group can go only when the last extent has; newer kernels then drop it themselves, so a refusal here is no loss
+  struct btrfs_ioctl_qgroup_create_args q = {.create = 0, .qgroupid = where.treeid};
+  if (known) (void)ioctl(node.medium, BTRFS_IOC_QGROUP_CREATE, &q);
+  return 0;
+}
+
+static uint64_t quota(const struct box *b, const char *name) {
+  char path[96];
+  uint64_t v = 0;
+  snprintf(path, sizeof path, "%s/%s", b->qgroup, name);
+  if (node.qgroups >= 0) read_u64(node.qgroups, path, &v);
+  return v;
+}
+
+void medium_usage(struct sandbox *s, uint64_t *used, int *full) {
+  const struct box *b = s->box;
+  if (b->volume < 0) {                 // memory medium: the overlay reports its tmpfs
+    struct statfs st;
+    int root = b->root < 0 ? -1 : openat(b->root, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int bad = root < 0 || fstatfs(root, &st);
+    close_fd(&root);
+    *used = bad ? 0 : (uint64_t)(st.f_blocks - st.f_bfree) * (uint64_t)st.f_bsize;
+    *full = !bad && s->spec.disk_bytes && (uint64_t)st.f_bavail * (uint64_t)st.f_bsize < SLACK;
+    return;
+  }
+  // what is written and what is reserved for data that is still only in memory
+  *used = quota(b, "referenced") + quota(b, "rsv_data");
+  *full = s->spec.disk_bytes && *used + quota(b, "rsv_meta_pertrans") + quota(b, "rsv_meta_prealloc") + SLACK > s->spec.disk_bytes;
+}

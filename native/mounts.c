@@ -1,0 +1,300 @@
+// From a copy of the node's mounts to the inside of a sandbox: what the process does that becomes PID 1. It is root of the host while it
+// mounts, so that every namespace and mount belongs to the host and root inside can never administer them; then it gives everything up.
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <linux/mount.h>
+#include <net/if.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include "node.h"
+#include "util.h"
+
+// Files that tell about the host or steer it are covered by /dev/null, directories by an empty one; what must stay readable is read-only.
+static const char *const masked[] = {"kcore", "keys", "timer_list", "kpagecount", "kpagecgroup", "kpageflags", "sysrq-trigger", "kallsyms",
+                                     "config.gz", "latency_stats", "sched_debug", "interrupts", "kmsg", "slabinfo", "vmallocinfo"};
+static const char *const hidden[] = {"scsi", "acpi", "asound"};
+static const char *const readonly[] = {"sys", "bus", "fs", "irq"};
+#define COUNT(a) (sizeof(a) / sizeof *(a))
+
+unsigned masks_present(void) {
+  unsigned bits = 0, bit = 0;
+  char path[64];
+  const struct { const char *const *names; size_t n; } lists[] = {{masked, COUNT(masked)}, {hidden, COUNT(hidden)}, {readonly, COUNT(readonly)}};
+  for (unsigned l = 0; l < COUNT(lists); l++)
+    for (unsigned i = 0; i < lists[l].n; i++, bit++) {
+      snprintf(path, sizeof path, "/proc/%s", lists[l].names[i]);
+      if (!access(path, F_OK)) bits |= 1u << bit;
+    }
+  return bits;
+}
+
+int fs_mount(const char *type, const char *const *options, unsigned attributes) {
+  int fs = fsopen(type, FSOPEN_CLOEXEC), fd = -1, bad = fs < 0;
+  for (; !bad && options && *options; options += 2)
+    bad = options[1] ? fsconfig(fs, FSCONFIG_SET_STRING, options[0], options[1], 0) : fsconfig(fs, FSCONFIG_SET_FLAG, options[0], NULL, 0);
+  if (!bad && !fsconfig(fs, FSCONFIG_CMD_CREATE, NULL, NULL, 0)) fd = fsmount(fs, FSMOUNT_CLOEXEC, attributes);
+  int err = errno;
+  close_fd(&fs);
+  errno = err;
+  return fd;
+}
+
+// The last part of the path is not followed: where a layer has a symbolic link there, this fails.
+int attach(int mount, const char *path) { return move_mount(mount, "", AT_FDCWD, path, MOVE_MOUNT_F_EMPTY_PATH); }
+
+static int fail(int status, const struct fault *f) {
+  ssize_t n = write(status, f, sizeof *f);
+  _exit(n == sizeof *f ? 1 : 2);
+}
+
+// Whose fault a refusal is: the layers', when what we mount on is not a directory there.
+static int place(const char *path, struct fault *f) {
+  return errno == ENOTDIR || errno == ENOENT || errno == ELOOP || errno == EINVAL
+           ? fault_set(f, "layer_invalid", errno, "%s in the layers is not a directory", path)
+           : fault_host(f, errno, "mount %s", path);
+}
+
+// A private copy of a mount, with the ids of the sandbox.
+static int own_copy(const char *path, const struct sandbox *s, struct fault *f) {
+  int fd = open_tree(AT_FDCWD, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
+  struct mount_attr a = {.attr_set = MOUNT_ATTR_IDMAP, .userns_fd = (uint64_t)(unsigned)s->userns_fd};
+  if (fd >= 0 && s->userns_fd >= 0 && mount_setattr(fd, "", AT_EMPTY_PATH, &a, sizeof a)) close_fd(&fd);
+  return fd < 0 ? fault_host(f, errno, "map the ids of %s", path) : fd;
+}
+
+static int lowers(const struct sandbox *s, struct fault *f) {
+  char path[256], name[16];
+  for (int i = 0; i < s->spec.nlayers; i++) {
+    snprintf(path, sizeof path, NODE_LAYERS "/%s", s->spec.layers[i]);
+    snprintf(name, sizeof name, "l%d", i);
+    int fd = own_copy(path, s, f);
+    if (fd < 0) return -1;
+    int bad = attach(fd, name) ? errno : 0;
+    close(fd);
+    if (bad) return fault_host(f, bad, "attach layer %s", s->spec.layers[i]);
+  }
+  return 0;
+}
+
+static int chown_root(const struct sandbox *s, const char *path) { return chown(path, s->spec.uid_base, s->spec.uid_base); }
+
+// The upper directory of the memory medium: a tmpfs of this sandbox, mounted by a process in its memory cgroup.
+static int memory_upper(const struct sandbox *s, struct fault *f) {
+  char size[32];
+  snprintf(size, sizeof size, "%llu", (unsigned long long)s->spec.disk_bytes);
+  const char *const options[] = {"size", s->spec.disk_bytes ? size : "50%", "mode", "0755", NULL};
+  int fd = fs_mount("tmpfs", options, MOUNT_ATTR_NODEV);
+  if (fd < 0 || attach(fd, "m") || fchdir(fd)) return fault_host(f, errno, "mount the memory medium of %s", s->spec.id);
+  return fd;
+}
+
+static int etc_files(const struct sandbox *s, struct fault *f) {
+  char host[512];
+  const char *const names[] = {"u/etc/hostname", "u/etc/hosts"}, *texts[] = {host, host};
+  for (unsigned i = 0; i < COUNT(names); i++) {
+    int n = i ? snprintf(host, sizeof host, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t%.64s\n", s->spec.hostname)
+              : snprintf(host, sizeof host, "%.64s\n", s->spec.hostname);
+    int fd = open(names[i], O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+    int bad = fd < 0 || write(fd, texts[i], (size_t)n) != n || fchown(fd, s->spec.uid_base, s->spec.uid_base);
+    close_fd(&fd);
+    if (bad) return fault_host(f, errno, "write %s", names[i] + 1);
+  }
+  return 0;
+}
+
+// u and w in the current directory. The upper root takes mode and owner of the lower root, and so does /etc, which gets two files.
+static int upper(const struct sandbox *s, struct fault *f) {
+  char path[256];
+  struct stat st;
+  uint32_t base = s->spec.uid_base;
+  if (mkdir("u", 0755) || mkdir("w", 0700)) return fault_host(f, errno, "make the upper directories of %s", s->spec.id);
+  snprintf(path, sizeof path, NODE_LAYERS "/%s", s->spec.layers[0]);
+  if (stat(path, &st) || chown("u", base + st.st_uid, base + st.st_gid) || chmod("u", st.st_mode & 07777) || chown_root(s, "w"))
+    return fault_host(f, errno, "prepare the upper directory of %s", s->spec.id);
+  st = (struct stat){.st_mode = S_IFDIR | 0755};
+  for (int i = 0; i < s->spec.nlayers; i++) {
+    struct stat have;
+    snprintf(path, sizeof path, NODE_LAYERS "/%s/etc", s->spec.layers[i]);
+    if (lstat(path, &have)) continue;
+    if (!S_ISCHR(have.st_mode)) st = have;               // a whiteout: there is none below either
+    break;
+  }
+  if (!S_ISDIR(st.st_mode)) return 0;  // /etc is a link or worse: the layers have their own idea of it
+  if (mkdir("u/etc", 0755) || chown("u/etc", base + st.st_uid, base + st.st_gid) || chmod("u/etc", st.st_mode & 07777))
+    return fault_host(f, errno, "prepare /etc of %s", s->spec.id);
+  return etc_files(s, f);
+}
+
+// Names are relative so that /proc/mounts inside shows nothing of the host.
+static int overlay(const struct sandbox *s, struct fault *f) {
+  char name[16];
+  if (chdir(NODE_SCRATCH)) return fault_host(f, errno, "enter " NODE_SCRATCH);
+  if (lowers(s, f)) return -1;
+  int memory = -1;
+  if (s->spec.medium == MEDIUM_MEMORY) {
+    if ((memory = memory_upper(s, f)) < 0) return -1;
+  } else if (fchdir(s->box->volume)) return fault_host(f, errno, "enter the writable layer of %s", s->spec.id);
+  if (upper(s, f)) return -1;
+  int fs = fsopen("overlay", FSOPEN_CLOEXEC);
+  int bad = fs < 0 || fsconfig(fs, FSCONFIG_SET_STRING, "source", "overlay", 0) || fsconfig(fs, FSCONFIG_SET_STRING, "upperdir", "u", 0) ||
+            fsconfig(fs, FSCONFIG_SET_STRING, "workdir", "w", 0) || fsconfig(fs, FSCONFIG_SET_FLAG, "volatile", NULL, 0) || chdir(NODE_SCRATCH);
+  for (int i = 0; !bad && i < s->spec.nlayers; i++) {
+    snprintf(name, sizeof name, "l%d", i);
+    bad = fsconfig(fs, FSCONFIG_SET_STRING, "lowerdir+", name, 0);
+  }
+  int fd = bad || fsconfig(fs, FSCONFIG_CMD_CREATE, NULL, NULL, 0) ? -1 : fsmount(fs, FSMOUNT_CLOEXEC, MOUNT_ATTR_NODEV);
+  if (fd < 0 || attach(fd, "m")) return fault_host(f, errno, "stack the %d layers of %s", s->spec.nlayers, s->spec.id);
+  close(fd);
+  close(fs);
+  close_fd(&memory);
+  // through the path: it crosses into the overlay that is now on top of m
+  if (chdir(NODE_SCRATCH "/m") || sys_pivot_root(".", ".") || umount2(".", MNT_DETACH) || chdir("/"))
+    return fault_host(f, errno, "enter the root of %s", s->spec.id);
+  return 0;
+}
+
+static int directory(const struct sandbox *s, const char *path, mode_t mode, struct fault *f) {
+  if (mkdir(path, mode)) return errno == EEXIST ? 0 : fault_host(f, errno, "make %s", path);
+  return chmod(path, mode) || chown_root(s, path) ? fault_host(f, errno, "make %s", path) : 0;
+}
+
+static int proc(const struct sandbox *s, struct fault *f) {
+  char path[64];
+  unsigned bit = 0;
+  if (directory(s, "/proc", 0555, f)) return -1;
+  int fd = fs_mount("proc", NULL, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC);
+  if (fd < 0) return fault_host(f, errno, "mount proc");
+  int bad = attach(fd, "/proc");
+  close(fd);
+  if (bad) return place("/proc", f);
+  for (unsigned i = 0; i < COUNT(masked); i++, bit++) {
+    snprintf(path, sizeof path, "/proc/%s", masked[i]);
+    if (node.masks >> bit & 1 && mount("/dev/null", path, NULL, MS_BIND, NULL)) return fault_host(f, errno, "mask %s", path);
+  }
+  for (unsigned i = 0; i < COUNT(hidden); i++, bit++) {
+    snprintf(path, sizeof path, "/proc/%s", hidden[i]);
+    if (node.masks >> bit & 1 && mount("/dev/mqueue", path, NULL, MS_BIND, NULL)) return fault_host(f, errno, "mask %s", path);
+  }
+  for (unsigned i = 0; i < COUNT(readonly); i++, bit++) {
+    snprintf(path, sizeof path, "/proc/%s", readonly[i]);
+    if (node.masks >> bit & 1 &&
+        (mount(path, path, NULL, MS_BIND, NULL) ||
+         mount(NULL, path, NULL, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL)))
+      return fault_host(f, errno, "make %s read-only", path);
+  }
+  return 0;
+}
+
+static int devices(const struct setup *u, struct fault *f) {
+  const struct sandbox *s = u->s;
+  char size[32], base[16];
+  if (directory(s, "/dev", 0755, f)) return -1;
+  if (attach(u->dev, "/dev")) return place("/dev", f);
+  if (attach(s->box->devpts, "/dev/pts")) return place("/dev/pts", f);
+  snprintf(size, sizeof size, "%llu", (unsigned long long)s->spec.shm_bytes);
+  snprintf(base, sizeof base, "%u", s->spec.uid_base);
+  const char *const options[] = {"size", size, "mode", "1777", "uid", base, "gid", base, NULL};
+  int fd = fs_mount("tmpfs", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC);
+  if (fd < 0) return fault_host(f, errno, "mount /dev/shm");
+  int bad = attach(fd, "/dev/shm");
+  close(fd);
+  return bad ? place("/dev/shm", f) : 0;
+}
+
+static int join_groups(const struct sandbox *s, struct fault *f) {
+  for (int i = 0; i < CG_COUNT; i++)
+    if (s->box->join[i] >= 0 && write(s->box->join[i], "0", 1) != 1) return fault_host(f, errno, "join the cgroups of %s", s->spec.id);
+  return unshare(CLONE_NEWCGROUP) ? fault_host(f, errno, "make a cgroup namespace") : 0;
+}
+
+static int give_up(const struct setup *u, struct fault *f) {
+  const struct sandbox *s = u->s;
+  const struct account nobody = {.name = "root"};
+  if (s->userns_fd >= 0 && setns(s->userns_fd, CLONE_NEWUSER)) return fault_host(f, errno, "enter the user namespace");
+  if (privilege_cut(&nobody, 1, f)) return -1;
+  // after the last change of credentials, which would clear it: PID 1, and with it everything inside, dies with aether
+  if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) || prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)) return fault_set(f, "internal", errno, "bind PID 1 to its supervisor");
+  return 0;
+}
+
+void setup_child(struct setup *u) {
+  struct sandbox *s = u->s;
+  struct fault f = {0};
+  static char *const argv[] = {(char *)"init", NULL}, *const env[] = {NULL};
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, NULL);
+  umask(0);
+  if (join_groups(s, &f) || (u->dev = own_copy(NODE_DEV, s, &f)) < 0 || overlay(s, &f) || devices(u, &f) || proc(s, &f) ||
+      directory(s, "/tmp", 01777, &f))
+    fail(u->status, &f);
+  if (sethostname(s->spec.hostname, strlen(s->spec.hostname))) { fault_host(&f, errno, "set the host name"); fail(u->status, &f); }
+  // aether looks at the new root now, while this goes on
+  if (write(u->status, &f, sizeof f) != sizeof f) _exit(2);
+  if (give_up(u, &f)) fail(u->status, &f);
+  // was aether gone before the death signal was set, nobody reads this pipe any more
+  if (write(u->status, &f, sizeof f) != sizeof f) _exit(2);
+  if (close_range(0, ~0u, CLOSE_RANGE_CLOEXEC) || filter_load(&init_filter)) {
+    fault_set(&f, "internal", errno, "load the filter of PID 1");
+    fail(u->status, &f);
+  }
+  execveat(node.init_fd, "", argv, env, AT_EMPTY_PATH);
+  fault_set(&f, "internal", errno, "start PID 1");
+  fail(u->status, &f);
+  __builtin_unreachable();
+}
+
+static char map_stack[16384] __attribute__((aligned(16)));
+static int hold(void *pipe_end) {
+  char c;
+  return read(*(int *)pipe_end, &c, 1) < 0;
+}
+
+int userns_make(uint32_t base, struct fault *f) {
+  char path[64], map[64];
+  int gate[2], fd = -1;
+  if (pipe2(gate, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
+  // a namespace needs a process to be born with; this one shares our memory, so it is cheap, and only waits
+  pid_t pid = clone(hold, map_stack + sizeof map_stack, CLONE_NEWUSER | CLONE_VM | SIGCHLD, &gate[0]);
+  if (pid < 0) fault_host(f, errno, "make a user namespace");
+  snprintf(map, sizeof map, "0 %u 65536", base);
+  static const char *const files[] = {"uid_map", "gid_map"};
+  for (int i = 0; pid > 0 && i < 2 && !f->code; i++) {
+    snprintf(path, sizeof path, "/proc/%d/%s", pid, files[i]);
+    if (write_at(AT_FDCWD, path, map)) fault_host(f, errno, "map the ids from %u on", base);
+  }
+  if (pid > 0 && !f->code) {
+    snprintf(path, sizeof path, "/proc/%d/ns/user", pid);
+    if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) fault_host(f, errno, "open the user namespace");
+  }
+  if (pid > 0) {
+    kill(pid, SIGKILL);
+    waitpid(pid, NULL, 0);
+  }
+  close(gate[0]);
+  close(gate[1]);
+  return fd;
+}
+
+int netns_make(struct fault *f) {
+  struct ifreq lo = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
+  if (unshare(CLONE_NEWNET)) return fault_host(f, errno, "make a network namespace");
+  int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  int bad = s < 0 || ioctl(s, SIOCSIFFLAGS, &lo);
+  int err = errno;
+  close_fd(&s);
+  if (bad) return fault_host(f, err, "bring the loopback interface up");
+  // the namespace is the host's, so root inside has no say in it: let everyone bind low ports and send pings
+  if (write_at(AT_FDCWD, "/proc/sys/net/ipv4/ip_unprivileged_port_start", "0") ||
+      write_at(AT_FDCWD, "/proc/sys/net/ipv4/ping_group_range", "0 2147483647"))
+    return fault_host(f, errno, "open the low ports of the network namespace");
+  return 0;
+}

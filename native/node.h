@@ -1,0 +1,85 @@
+// What the launcher prepares once and every aether inherits, and the kernel objects of one sandbox that only this side of the code sees.
+#ifndef DSEC_NODE_H
+#define DSEC_NODE_H
+#include <linux/filter.h>
+#include <signal.h>
+#include "sandbox.h"
+
+enum { CG_MEMORY, CG_PIDS, CG_CPU, CG_COUNT };
+
+// Places in the node's own mount namespace (a small tmpfs root; nothing in it appears on the host).
+#define NODE_LAYERS "/layers"          // one EROFS mount a layer, by name
+#define NODE_MEDIUM "/medium"          // the writable medium
+#define NODE_SCRATCH "/scratch"        // mount points that a sandbox's setup uses in its own copy: l0 l1 ... and m
+#define NODE_DEV "/dev"                // template of every sandbox's /dev
+#define NODE_LOOP "/loop"              // device nodes of our loop devices
+#define NODE_MARK "/.aether"           // tells this root from any other
+
+struct node {
+  const char *run, *state, *cgroup;
+  int control;                         // socket to the edge
+  int host_ns, own_ns;                 // mount namespaces: the host's, ours
+  int init_fd;                         // sealed memfd with the program of PID 1
+  struct sock_fprog filter;            // seccomp filter of every command
+  int v2, v1[CG_COUNT];                // directories <hierarchy>/<cgroup>; v1 -1: the controller lives in v2
+  int medium, qgroups;                 // NODE_MEDIUM, and its /sys directory of quota groups; -1: not mounted
+  unsigned masks;                      // which of mounts.c's masked paths this kernel has
+};
+extern struct node node;
+
+struct box {
+  int v1[CG_COUNT], join[CG_COUNT];    // own v1 groups and their cgroup.procs
+  int volume;                          // own subvolume, -1: memory medium
+  char qgroup[32];                     // its quota group in /sys
+  int devpts, root, null;              // devpts mount, root directory (O_PATH), /dev/null as the sandbox sees it
+  int pid_ns_inside;                   // children of this process are born in the sandbox's pid namespace
+};
+
+// cgroup.c
+int cgroup_open(struct fault *f);                                     // fills node.v1 and node.v2
+int cgroup_make(struct sandbox *s, struct fault *f);
+void cgroup_kill(int v2);
+int cgroup_remove(const char *id);                                    // kills what is left in them, then removes; 0, or -1 and errno
+void cgroup_usage(struct sandbox *s, struct usage *u);
+int cgroup_pids_full(struct sandbox *s);
+
+// medium.c, loop.c
+int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char *const *keep, int nkeep, struct fault *f);
+int medium_open(void);                                                // what an earlier launcher mounted; 0 or -1
+int medium_make(struct sandbox *s, struct fault *f);                  // the sandbox's subvolume, limited
+int medium_remove(const char *id);
+void medium_usage(struct sandbox *s, uint64_t *used, int *full);
+int loop_attach(int file, int readonly, int direct, char *path, size_t cap, struct fault *f); // descriptor that holds it, or -1
+int loop_find(int file, char *name, size_t cap);                      // 1: a loop device over this file exists
+
+// layers.c
+int layer_mount(const char *name, const char *path, struct fault *f);
+int layer_umount(const char *name, struct fault *f);
+int layer_mounted(const char *name);
+
+// root.c: the node's mount namespace
+int root_make(struct fault *f);
+int root_join(pid_t aether, struct fault *f);
+int host_open(const char *path, int flags);                           // a path of the host, from our namespace
+
+// mounts.c: the process that becomes PID 1
+struct setup { struct sandbox *s; int status, dev; };
+void setup_child(struct setup *u) __attribute__((noreturn));
+int userns_make(uint32_t base, struct fault *f);                      // descriptor of a user namespace of 65,536 ids
+int netns_make(struct fault *f);                                      // this process moves into a new one with loopback
+int fs_mount(const char *type, const char *const *options, unsigned attributes); // name, value, ... NULL; detached mount or -1
+int attach(int mount, const char *path);
+unsigned masks_present(void);
+
+// user.c
+struct account { uint32_t uid, gid; char name[64], home[512]; uint32_t groups[64]; int ngroups; };
+int account_find(int root, const char *user, int limited, struct account *a, struct fault *f);
+
+// privilege.c
+int privilege_cut(const struct account *a, int all, struct fault *f); // takes the user and the capability set (all: none is left)
+int filter_load(const struct sock_fprog *filter);
+extern const struct sock_fprog init_filter;
+
+// reap.c
+int reap(const struct spec *spec, struct fault *f);
+#endif
