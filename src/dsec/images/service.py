@@ -1,0 +1,328 @@
+"""Images: what the node and the edge ask. Resolve names to layers (cached), pin what sandboxes use, build, import, list, remove, check.
+
+One object per node process, on its event loop. Several processes may share a state directory: the catalog is SQLite, files are published by rename, and a
+change by another process empties the cache. Pins are memory: the edge pins again from its journal when it starts, before it serves.
+"""
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dsec.images.build import Build, Source, debian_source, directory_source
+from dsec.images.catalog import Catalog
+from dsec.images.model import DIGEST, KINDS, MAX_LAYERS, Layer, ResolvedImage, check_name, split_reference
+from dsec.images.store import LayerStore
+from dsec.images.tarstream import Caps, clean
+from dsec.linux.tools import Tools
+from libdsec.errors import BuildFailed, InvalidRequest, LayerInvalid, LayerNotFound
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, LayerRequest, Progress
+
+PARALLEL_BUILDS = 2
+CACHED = 4096
+
+
+class Images:
+    """See the module's text. `on_remove` is awaited with a digest before its file goes (the edge unmounts it there)."""
+
+    def __init__(self, state_dir: str | os.PathLike[str], tools: Tools | None = None, caps: Caps = Caps()) -> None:  # noqa: B008 - frozen
+        self.state = Path(state_dir)
+        self.tools = tools or Tools()
+        self.caps = caps
+        self.on_remove: Callable[[str], Awaitable[None]] | None = None
+        self._store = LayerStore(self.state)
+        self._store.sweep()
+        self._catalog = Catalog(self.state / "catalog.db")
+        self._cache: dict[tuple[str | None, tuple[str, ...] | None], ResolvedImage] = {}
+        self._generation: tuple[int, int] = (-1, -1)
+        self._known: dict[str, tuple[int, str | None]] = {}
+        self._pins: dict[str, frozenset[str]] = {}
+        self._slots = asyncio.Semaphore(PARALLEL_BUILDS)
+
+    def close(self) -> None:
+        """Close the catalog."""
+        self._catalog.close()
+
+    # ----------------------------------------------------------------------------------------------------------------- resolve and pin
+
+    async def resolve(self, image: str | None, layers: list[str] | None) -> ResolvedImage:
+        """What `image` (environment `name[:tag]`, layer name, `sha256:...`) or the list `layers` stands for now, base first.
+
+        A layer named as an image brings its parents; a list is taken as it is. Raises LayerNotFound naming what is missing, LayerInvalid when an image
+        file is damaged or gone. Does not wait: `pin` in the same step of the loop holds what was resolved.
+        """
+        self._refresh()
+        key = (image, tuple(layers) if layers is not None else None)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._resolve(image, layers)
+            if len(self._cache) >= CACHED:
+                self._cache.clear()
+            self._cache[key] = found
+        return found
+
+    def _refresh(self) -> None:
+        generation = self._catalog.generation()
+        if generation != self._generation:
+            self._cache.clear()
+            self._known = self._catalog.digests()
+            self._generation = generation
+
+    def _resolve(self, image: str | None, layers: list[str] | None) -> ResolvedImage:
+        if (image is None) == (layers is None):
+            raise InvalidRequest("give either an image or a list of layers", field="image")
+        if layers is not None:
+            if not layers:
+                raise InvalidRequest("the list of layers is empty", field="layers")
+            return self._resolved(None, [self._digest(layer) for layer in layers])
+        assert image is not None
+        if not DIGEST.fullmatch(image):
+            environment = self._catalog.environment(*split_reference(image))
+            if environment is not None:
+                return self._resolved(image, environment.layers, environment.env, environment.user, environment.workdir)
+        chain: list[str] = []
+        self._chain(self._digest(image, "environment or layer"), chain)
+        return self._resolved(image, chain)
+
+    def _digest(self, reference: str, what: str = "layer") -> str:
+        found = self._catalog.find(reference)
+        if found is None:
+            if not reference.startswith("sha256:"):
+                split_reference(reference)
+            elif not DIGEST.fullmatch(reference):
+                raise InvalidRequest(f"{reference!r} is not a digest: sha256: and 64 hexadecimal digits", layer=reference)
+            raise LayerNotFound(f"no {what} {reference!r}", layer=reference)
+        return found
+
+    def _chain(self, digest: str, chain: list[str]) -> None:
+        for parent in self._catalog.parents(digest):
+            self._chain(parent, chain)
+        if digest not in chain:
+            chain.append(digest)
+
+    def _resolved(self, name: str | None, digests: list[str], env: dict[str, str] | None = None, user: str = "root", workdir: str = "/") -> ResolvedImage:
+        if len(digests) > MAX_LAYERS:
+            raise InvalidRequest(f"{len(digests)} layers; a sandbox takes at most {MAX_LAYERS}", field="layers")
+        if len(set(digests)) != len(digests):
+            twice = next(d for d in digests if digests.count(d) > 1)
+            raise InvalidRequest(f"layer {twice} is named twice", field="layers")
+        found = []
+        for digest in digests:
+            size, damaged = self._known[digest]
+            path = self._store.path(digest)
+            if damaged is None:
+                try:
+                    damaged = None if path.stat().st_size == size else f"the image file of layer {digest} has a wrong size: {path}"
+                except FileNotFoundError:
+                    damaged = f"the image file of layer {digest} is gone: {path}"
+            if damaged is not None:
+                raise LayerInvalid(damaged, layer=digest)
+            found.append(Layer(digest, path))
+        return ResolvedImage(name, tuple(found), dict(env or {}), user, workdir)
+
+    def pin(self, digests: Iterable[str], sandbox_id: str) -> None:
+        """These layers are used by this sandbox until `unpin`. LayerNotFound when one is gone."""
+        self._refresh()
+        wanted = frozenset(digests)
+        for digest in wanted:
+            if digest not in self._known:
+                raise LayerNotFound(f"no layer {digest}", layer=digest)
+        self._pins[sandbox_id] = wanted
+
+    def unpin(self, sandbox_id: str) -> None:
+        """The sandbox is gone. Unknown ids are fine."""
+        self._pins.pop(sandbox_id, None)
+
+    def _pinned(self, digest: str) -> list[str]:
+        return [f"sandbox {sandbox}" for sandbox, digests in self._pins.items() if digest in digests]
+
+    # -------------------------------------------------------------------------------------------------------------------------- layers
+
+    async def list(self) -> list[LayerInfo]:
+        """Every name of every layer, newest first."""
+        found = await asyncio.to_thread(self._catalog.layers)
+        for layer in found:
+            layer.used_by += self._pinned(layer.digest)
+        return found
+
+    async def get(self, reference: str) -> LayerInfo:
+        """The newest layer of a name, or the layer of a digest."""
+        layer = self._catalog.layer(self._digest(reference), reference)
+        layer.used_by += self._pinned(layer.digest)
+        return layer
+
+    async def remove(self, reference: str) -> LayerInfo:
+        """Remove a layer (the last name, or a digest) or one name of it. LayerInUse names the users."""
+        layer = await self.get(reference)
+        _, gone = self._catalog.remove(reference, self._pinned(layer.digest))
+        if gone:
+            if self.on_remove is not None:
+                await self.on_remove(layer.digest)
+            if self._catalog.find(layer.digest) is None:  # not built again meanwhile
+                self._store.remove(layer.digest)
+        return layer
+
+    async def verify(self, reference: str) -> LayerInfo:
+        """Read the image file and compare its digest; a bad one is marked and refused from now on."""
+        digest = self._digest(reference)
+        try:
+            await asyncio.to_thread(self._store.check, digest)
+        except LayerInvalid as error:
+            self._catalog.set_damaged(digest, error.message)
+            raise
+        if self._catalog.digests().get(digest, (0, None))[1] is not None:
+            self._catalog.set_damaged(digest, None)
+        return await self.get(digest)
+
+    async def fsck(self) -> AsyncIterator[Progress]:
+        """Check every layer; drop image files that no catalog entry names. The result lists `ok`, `damaged` and `orphans_removed`."""
+        known = self._catalog.digests()
+        ok, damaged = [], {}
+        for position, digest in enumerate(known):
+            yield Progress(message=digest, fraction=position / max(1, len(known)))
+            try:
+                await self.verify(digest)
+                ok.append(digest)
+            except LayerInvalid as error:
+                damaged[digest] = error.message
+            except LayerNotFound:
+                continue  # removed while this ran
+        async with self._slots:
+            orphans = [digest for digest in self._store.files() if self._catalog.find(digest) is None and not await self._young(digest)]
+            for digest in orphans:
+                self._store.remove(digest)
+        yield Progress(message="done", fraction=1.0, result={"ok": ok, "damaged": damaged, "orphans_removed": orphans, "swept": self._store.sweep()})
+
+    async def _young(self, digest: str) -> bool:
+        """A file without an entry may be between its rename and its entry, in this process or another."""
+        try:
+            stat = self._store.path(digest).stat()
+        except FileNotFoundError:
+            return True
+        now = (await asyncio.to_thread(self._store.tmp.stat)).st_ctime
+        return stat.st_ctime > now - 60
+
+    # --------------------------------------------------------------------------------------------------------------------------- builds
+
+    async def build(self, request: LayerRequest) -> AsyncIterator[Progress]:
+        """Build a layer; the last line's `result` is its LayerInfo. Raises InvalidRequest at once, later LayerInvalid, BuildFailed, NoSpace."""
+        given = [name for name in ("debian", "directory", "tar") if getattr(request, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest("give exactly one of debian, directory, tar", field="debian")
+        if request.include and request.debian is None:
+            raise InvalidRequest("include goes with debian only", field="include")
+        total = None
+        described = f"{given[0]} {getattr(request, given[0])}" + (f" include {','.join(request.include)}" if request.include else "")
+        if request.directory is not None:
+            path = _absolute(request.directory, "directory")
+            if not path.is_dir():
+                raise InvalidRequest(f"{path} is not a directory", field="directory")
+        elif request.tar is not None:
+            path = _absolute(request.tar, "tar")
+            if not path.is_file():
+                raise InvalidRequest(f"{path} is not a file", field="tar")
+            total = path.stat().st_size if path.suffix == ".tar" else None
+        elif request.prefix != "/":
+            raise InvalidRequest("prefix goes with directory and tar only", field="prefix")
+
+        def origin(work: Path) -> Source | Path:
+            if request.debian is not None:
+                return debian_source(request.debian, request.include, work, self.tools)
+            return directory_source(path) if request.directory is not None else path
+
+        async for line in self._run(request.name, request.kind, request.parents, request.prefix, described, origin, total):
+            yield line
+
+    async def import_tar(self, name: str, kind: str, stream: AsyncIterator[bytes], *, parents: list[str] | None = None, prefix: str = "/",
+                         source: str = "upload") -> AsyncIterator[Progress]:
+        """Build a layer from an uploaded archive, plain or compressed, at the pace of the upload."""
+        async for line in self._run(name, kind, parents or [], prefix, source, lambda work: stream, None):
+            yield line
+
+    async def _run(self, name: str, kind: str, parents: list[str], prefix: str, source: str,
+                   origin: Callable[[Path], Source | Path | AsyncIterator[bytes]], total: int | None) -> AsyncIterator[Progress]:
+        check_name(name)
+        if kind not in KINDS:
+            raise InvalidRequest(f"layer kind {kind!r}: one of {', '.join(KINDS)}", field="kind")
+        try:
+            clean(prefix.encode() or b"/", "prefix")
+        except LayerInvalid as error:
+            raise InvalidRequest(error.message, field="prefix") from None
+        digests = [self._digest(parent, "parent layer") for parent in parents]
+        if self._slots.locked():
+            yield Progress(message="waiting for another build")
+        async with self._slots:
+            with self._store.workspace() as work:
+                build = Build(work, self.tools, self.caps, prefix)
+                lines = build.run(origin(work), total)
+                try:
+                    async for line in lines:
+                        yield line
+                finally:
+                    await lines.aclose()  # type: ignore[attr-defined]
+                result = build.result
+                self._store.publish(build.image, result["digest"])
+                layer = self._catalog.add(result["digest"], name, kind, result["size"], digests, source)
+        left_out = "".join(f"; left out: {count} {reason}" for reason, count in result["dropped"].items())
+        yield Progress(message=f"{layer.digest} {result['entries']} entries, {layer.size >> 20} MiB{left_out}", fraction=1.0, result=_plain(layer))
+
+    # --------------------------------------------------------------------------------------------------------------------- environments
+
+    async def put_environment(self, name: str, spec: EnvironmentSpec) -> EnvironmentInfo:
+        """Bind `name[:tag]` to layers (names become digests now), ENV, USER, WORKDIR."""
+        base, tag = split_reference(name)
+        if not spec.layers:
+            raise InvalidRequest("an environment needs a layer", field="layers")
+        if not spec.workdir.startswith("/") or "\0" in spec.workdir:
+            raise InvalidRequest(f"workdir {spec.workdir!r} is not an absolute path", field="workdir")
+        for key, value in spec.env.items():
+            if not key or "=" in key or "\0" in key + value:
+                raise InvalidRequest(f"environment variable {key!r} is not valid", field="env")
+        digests = [self._digest(layer) for layer in spec.layers]
+        self._refresh()
+        self._resolved(name, digests)
+        return self._catalog.put_environment(base, tag, EnvironmentSpec(layers=digests, env=spec.env, user=spec.user, workdir=spec.workdir))
+
+    async def get_environment(self, name: str) -> EnvironmentInfo:
+        """One environment; LayerNotFound when there is none."""
+        found = self._catalog.environment(*split_reference(name))
+        if found is None:
+            raise LayerNotFound(f"no environment {name!r}", environment=name)
+        return found
+
+    async def list_environments(self) -> list[EnvironmentInfo]:
+        """All, by name."""
+        return self._catalog.environments()
+
+    async def remove_environment(self, name: str) -> None:
+        """Forget the name; layers stay, and sandboxes made from it go on."""
+        if not self._catalog.remove_environment(*split_reference(name)):
+            raise LayerNotFound(f"no environment {name!r}", environment=name)
+
+
+def _absolute(path: str, field: str) -> Path:
+    if not path.startswith("/") or "\0" in path:
+        raise InvalidRequest(f"{path!r} is not an absolute path on the node", field=field)
+    return Path(path)
+
+
+def _plain(layer: LayerInfo) -> dict[str, Any]:
+    value = msgspec.to_builtins(layer)
+    assert isinstance(value, dict)
+    return value
+
+
+async def last(lines: AsyncIterator[Progress]) -> dict[str, Any]:
+    """Run a long operation to its end and return its result."""
+    result: dict[str, Any] | None = None
+    async for line in lines:
+        result = line.result if line.result is not None else result
+    if result is None:
+        raise BuildFailed("the operation ended without a result")
+    return result
+
+

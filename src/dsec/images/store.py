@@ -1,0 +1,104 @@
+"""The files of the layers: published atomically, verified by digest, and a place for half-made ones that a crash cannot leak.
+
+`STATE/layers/sha256/<hex>.erofs` holds finished images, `STATE/tmp/build-*` the work of running builds. A build holds a lock on its
+directory; what no live process holds is removed at the next start.
+"""
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from libdsec.errors import BuildFailed, LayerInvalid
+
+
+class LayerStore:
+    """A directory of images."""
+
+    def __init__(self, state: Path) -> None:
+        self.root = state / "layers" / "sha256"
+        self.tmp = state / "tmp"
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.tmp.mkdir(parents=True, exist_ok=True)
+
+    def path(self, digest: str) -> Path:
+        """Where the image of a digest is."""
+        return self.root / (digest.removeprefix("sha256:") + ".erofs")
+
+    @contextmanager
+    def workspace(self) -> Iterator[Path]:
+        """A directory for one build, gone afterwards whatever happens."""
+        directory = Path(tempfile.mkdtemp(prefix="build-", dir=self.tmp))
+        lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield directory
+        finally:
+            _remove_tree(directory)
+            os.close(lock)
+
+    def sweep(self) -> list[str]:
+        """Remove what dead builds left. Returns the names removed."""
+        removed = []
+        for directory in self.tmp.glob("build-*"):
+            try:
+                lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError:
+                continue  # removed by its own build just now
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue  # alive
+            else:
+                _remove_tree(directory)
+                removed.append(directory.name)
+            finally:
+                os.close(lock)
+        return removed
+
+    def publish(self, image: Path, digest: str) -> Path:
+        """Move a finished, synced image to its place. Two builds of one digest end with one file; a file of a wrong size is replaced."""
+        target = self.path(digest)
+        if not (target.exists() and target.stat().st_size == image.stat().st_size):
+            os.replace(image, target)
+            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        return target
+
+    def check(self, digest: str) -> None:
+        """Read the image and compare its digest. LayerInvalid says what is wrong."""
+        path = self.path(digest)
+        try:
+            with path.open("rb") as image:
+                found = "sha256:" + hashlib.file_digest(image, "sha256").hexdigest()
+        except FileNotFoundError:
+            raise LayerInvalid(f"the image file of layer {digest} is gone: {path}", layer=digest) from None
+        if found != digest:
+            raise LayerInvalid(f"the image file of layer {digest} has the digest {found}: {path}", layer=digest)
+
+    def files(self) -> dict[str, int]:
+        """Digest and size of every image file."""
+        return {"sha256:" + path.stem: path.stat().st_size for path in self.root.glob("*.erofs")}
+
+    def remove(self, digest: str) -> None:
+        """Delete the image. A mount of it keeps its bytes until it ends."""
+        self.path(digest).unlink(missing_ok=True)
+
+
+def _remove_tree(directory: Path) -> None:
+    if not directory.exists():
+        return
+    prefix = f"{directory.resolve()}/"
+    with open("/proc/self/mountinfo") as mounts:
+        inside = [line.split(" ")[4] for line in mounts if line.split(" ")[4].startswith(prefix)]
+    if inside:  # never delete through a mount
+        raise BuildFailed(f"{directory} has the mount {inside[0]} below it and was left alone")
+    shutil.rmtree(directory)

@@ -1,0 +1,72 @@
+"""System calls that Python 3.11 lacks, with errors as OSError that name their object."""
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
+
+# Numbers of system calls newer than the headers of the oldest supported machine: equal on every architecture since 424.
+OPEN_TREE, CLONE3, PIDFD_OPEN, MOUNT_SETATTR = 428, 435, 434, 442
+AT_EMPTY_PATH, AT_RECURSIVE, OPEN_TREE_CLONE, MOUNT_ATTR_IDMAP = 0x1000, 0x8000, 1, 0x00100000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str, path: str | None = None) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}", path)
+    return result
+
+
+def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
+    """mount(2); unlike mount(8) it never makes a loop device."""
+    _checked(_libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode() if data else None),
+             f"mount {kind or ''} {source}", target)
+
+
+def umount(target: str, flags: int = 0) -> None:
+    """umount2(2)."""
+    _checked(_libc.umount2(target.encode(), flags), "umount", target)
+
+
+def unshare(flags: int) -> None:
+    """unshare(2)."""
+    _checked(_libc.unshare(flags), "unshare")
+
+
+def prctl(option: int, *args: int) -> int:
+    """prctl(2)."""
+    return _checked(_libc.prctl(option, *[ctypes.c_ulong(a) for a in (*args, 0, 0, 0, 0)[:4]]), f"prctl {option}")
+
+
+def syscall(number: int, *args: int | bytes | None) -> int:
+    """Any system call by number. Integers are passed as 64 bits."""
+    return _checked(_libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in args]), f"system call {number}")
+
+
+def private_mounts() -> None:
+    """A mount namespace of this process's own; nothing mounted here is ever seen outside, and all of it goes with the process."""
+    unshare(CLONE_NEWNS)
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+
+
+def has_syscall(number: int, *args: int | bytes | None) -> bool:
+    """Whether the kernel knows the call: any answer but ENOSYS."""
+    try:
+        syscall(number, *args)
+    except OSError as error:
+        return error.errno != errno.ENOSYS
+    return True
+
+
+def machine() -> str:
+    """x86_64, aarch64, ..."""
+    return platform.machine()

@@ -1,0 +1,77 @@
+"""Where host programs are found: newer ones that `scripts/fetch-tools.sh` brought first, then the distribution's.
+
+Order: the configured directory, `DSEC_TOOLS`, `.tools/bin` of a source checkout, `/usr/lib/dsec/bin`, PATH, and the sbin directories that a
+user's PATH often lacks.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+SYSTEM = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
+PACKAGES = {"mkfs.erofs": "erofs-utils", "mmdebstrap": "mmdebstrap", "mkfs.btrfs": "btrfs-progs", "btrfs": "btrfs-progs", "zstd": "zstd",
+            "tar": "tar", "unshare": "util-linux", "setpriv": "util-linux", "apt-get": "apt", "dpkg-deb": "dpkg", "busybox": "busybox-static"}
+
+
+class ToolMissing(Exception):
+    """A host program is not there; the message names its package."""
+
+
+class Tools:
+    """Finds host programs. `directory`: the configured one, searched first."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        self.directories = [Path(directory)] if directory else []
+        if os.environ.get("DSEC_TOOLS"):
+            self.directories.append(Path(os.environ["DSEC_TOOLS"]))
+        checkout = Path(__file__).resolve().parents[3]
+        self.directories += [checkout / ".tools", Path("/usr/lib/dsec")]
+        self._found: dict[str, Path] = {}
+
+    def find(self, name: str) -> Path | None:
+        """Absolute path of a program, or None."""
+        known = self._found.get(name)
+        if known is not None and os.access(known, os.X_OK):
+            return known
+        own = [str(at) for directory in self.directories for at in (directory / "bin", directory)]
+        search = os.pathsep.join([*own, os.environ.get("PATH", ""), *SYSTEM])
+        path = shutil.which(name, path=search)
+        if path is None:
+            return None
+        self._found[name] = Path(path).absolute()
+        return self._found[name]
+
+    def need(self, name: str) -> Path:
+        """Absolute path of a program; ToolMissing names the package to install."""
+        path = self.find(name)
+        if path is None:
+            raise ToolMissing(f"{name} is not installed: apt-get install {PACKAGES.get(name, name)}")
+        return path
+
+
+@lru_cache(maxsize=16)
+def _help(path: Path, modified: int) -> str:
+    ran = subprocess.run([path, "--help"], capture_output=True, text=True, errors="replace", timeout=20, check=False)
+    return ran.stdout + ran.stderr
+
+
+def mkfs_erofs_features(path: Path) -> frozenset[str]:
+    """Long options of this mkfs.erofs that change how layers are built: `tar` (1.8: no extraction), `mkfs-time` (reproducible)."""
+    text = _help(path, path.stat().st_mtime_ns)
+    return frozenset(name for name in ("tar", "mkfs-time", "blobdev") if f"--{name}" in text)
+
+
+@lru_cache(maxsize=16)
+def version(path: Path) -> str:
+    """First line that the program prints about its version, "" when it prints none."""
+    for option in ("--version", "-V"):
+        try:
+            ran = subprocess.run([path, option], capture_output=True, text=True, errors="replace", timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if ran.returncode == 0 and ran.stdout.strip():
+            return ran.stdout.strip().splitlines()[0]
+    return ""
