@@ -273,9 +273,9 @@ def text(tag: int, value: str) -> bytes:
     return _FIELD.pack(tag, 0, len(data) + 1) + data + b"\0"
 
 
-def raw(tag: int, value: bytes) -> bytes:
+def raw(tag: int, value: bytes | memoryview) -> bytes:
     """A field of any bytes."""
-    return _FIELD.pack(tag, 0, len(value)) + value
+    return b"".join((_FIELD.pack(tag, 0, len(value)), value))
 
 
 def frame(kind: int, request: int, payload: bytes = b"", flags: int = 0) -> bytes:

@@ -1,0 +1,190 @@
+"""Admission: whether this node takes one more sandbox, and whether what was asked for is possible at all.
+
+Two thresholds for each resource: past the warning a sandbox is made and says so, past the limit it is refused with AtCapacity. What
+is measured is what the host has left, not the sum of what was promised: sandboxes mostly wait.
+"""
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+from dsec.edge.backends.base import DiskUsage
+from dsec.edge.config import MIB, EdgeConfig
+from libdsec.errors import AtCapacity, InvalidRequest
+from libdsec.wire import Limits
+
+_FRESH = 0.1  # seconds for which a reading of the host is used again
+_SANDBOX_MEMORY = 2 * MIB  # charged for each sandbox made since the reading: supervisor, init and kernel memory, rounded up
+_DISK_RESERVE = 64 * MIB  # below this the medium takes no more sandboxes
+_FD_RESERVE = 256
+_FDS_PER_SANDBOX = 2
+_PIDS_PER_SANDBOX = 4  # supervisor, PID 1, a command and its helper
+_STALL = 40.0  # percent of the last 10 s in which every task waited for memory
+_STALL_WARN = 10.0
+_NODE_MAX = 1 << 40
+
+# field: (least, most, unit)
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "memory_mb": (16, _NODE_MAX // MIB, "MiB"),
+    "cpu_cores": (0.01, 4096, "cores"),
+    "disk_mb": (1, _NODE_MAX // MIB, "MiB"),
+    "pids": (8, 4 << 20, "processes"),
+    "open_files": (16, 1 << 20, "files"),
+    "output_bytes": (4096, 1 << 30, "bytes"),
+}
+
+
+def resolve_limits(asked: Limits, config: EdgeConfig, medium: DiskUsage | None, memory_disk: bool) -> Limits:
+    """Every limit filled in and checked. InvalidRequest names the field, its value and its range."""
+    limits = Limits(
+        memory_mb=config.memory_mb if asked.memory_mb is None else asked.memory_mb,
+        cpu_cores=config.cpu_cores if asked.cpu_cores is None else asked.cpu_cores,
+        disk_mb=config.disk_mb if asked.disk_mb is None else asked.disk_mb,
+        pids=config.pids if asked.pids is None else asked.pids,
+        open_files=config.open_files if asked.open_files is None else asked.open_files,
+        output_bytes=config.output_bytes if asked.output_bytes is None else asked.output_bytes,
+    )
+    for name, (least, most, unit) in _RANGES.items():
+        value = getattr(limits, name)
+        if not least <= value <= most:  # a NaN is outside too
+            raise InvalidRequest(f"limits.{name} is {value}, must be {least} to {most} {unit}", field=f"limits.{name}", value=value)
+    assert limits.disk_mb is not None and limits.memory_mb is not None
+    if memory_disk and limits.disk_mb > limits.memory_mb and asked.disk_mb is not None:
+        raise InvalidRequest(
+            f"limits.disk_mb is {limits.disk_mb}, more than limits.memory_mb ({limits.memory_mb}) to which disk=memory is charged",
+            field="limits.disk_mb",
+            value=limits.disk_mb,
+        )
+    if not memory_disk and medium is not None and limits.disk_mb * MIB > medium.size:
+        if asked.disk_mb is None:  # the default is more than this small node has: give what it has
+            limits.disk_mb = max(1, medium.size // MIB // 2)
+        else:
+            raise InvalidRequest(
+                f"limits.disk_mb is {limits.disk_mb}, the node's medium holds {medium.size // MIB} MiB",
+                field="limits.disk_mb",
+                value=limits.disk_mb,
+            )
+    return limits
+
+
+class Host:
+    """Readings of the host, each at most `_FRESH` seconds old."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._at = -1.0
+        self._available = 0
+        self._stall = 0.0
+        self._tasks = 0
+        self._pid_max = 0
+        self._files = 0
+
+    def refresh(self) -> bool:
+        """Read again when the last reading is old; True then."""
+        now = time.monotonic()
+        if now - self._at < _FRESH:
+            return False
+        self._at = now
+        self._available = _meminfo(self._proc / "meminfo")
+        self._stall = _stall(self._proc / "pressure" / "memory")
+        self._tasks = int((self._proc / "loadavg").read_text().split()[3].split("/")[1])
+        self._pid_max = min(
+            int((self._proc / "sys/kernel/pid_max").read_text()),
+            int((self._proc / "sys/kernel/threads-max").read_text()),
+        )
+        self._files = len(os.listdir("/proc/self/fd"))
+        return True
+
+    @property
+    def available(self) -> int:
+        """MemAvailable, bytes."""
+        return self._available
+
+    @property
+    def stall(self) -> float:
+        """Full memory pressure of the last 10 s, percent; 0 where the kernel does not say."""
+        return self._stall
+
+    @property
+    def tasks_left(self) -> int:
+        """Tasks that may still be made on the host."""
+        return self._pid_max - self._tasks
+
+    @property
+    def files_left(self) -> int:
+        """Descriptors that this process may still open."""
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - self._files
+
+
+def _meminfo(path: Path) -> int:
+    with open(path, "rb") as file:
+        for line in file:
+            if line.startswith(b"MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise OSError(f"{path} has no MemAvailable")
+
+
+def _stall(path: Path) -> float:
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                if line.startswith(b"full avg10="):
+                    return float(line.split(b"=", 1)[1].split()[0])
+    except OSError:
+        pass  # a kernel without pressure information: memory alone decides
+    return 0.0
+
+
+class Admission:
+    """Decides for one edge. `disk` is the last known state of the medium; the edge keeps it fresh."""
+
+    def __init__(self, config: EdgeConfig, host: Host | None = None) -> None:
+        self._config = config
+        self.host = host or Host()
+        self.disk: DiskUsage | None = None
+        self._since = 0  # sandboxes admitted since the last reading
+
+    def admit(self, live: int, limits: Limits, memory_disk: bool) -> list[str]:
+        """Take one more beside `live` others, or raise AtCapacity with a time to retry after. Returns warnings."""
+        if self.host.refresh():
+            self._since = 0
+        config, host = self._config, self.host
+        warnings: list[str] = []
+        if live >= config.max_sandboxes:
+            raise _full("sandboxes", f"{live} of {config.max_sandboxes} sandboxes exist", 1.0)
+        if live >= config.warn_sandboxes:
+            warnings.append(f"the node has {live} of at most {config.max_sandboxes} sandboxes")
+        left = host.available - config.memory_reserve - self._since * _SANDBOX_MEMORY
+        if left < _SANDBOX_MEMORY:
+            raise _full("memory", f"{host.available // MIB} MiB are available and {config.memory_reserve // MIB} MiB are kept free", 2.0)
+        memory = (limits.memory_mb or 0) * MIB
+        if left < memory:
+            warnings.append(f"the memory limit of {memory // MIB} MiB is more than the {left // MIB} MiB that the node has left")
+        if host.stall > _STALL:
+            raise _full("memory", f"the host stalls on memory {host.stall:.0f}% of the time", 5.0)
+        if host.stall > _STALL_WARN:
+            warnings.append(f"the host stalls on memory {host.stall:.0f}% of the time")
+        if not memory_disk and self.disk is not None:
+            if self.disk.free < _DISK_RESERVE:
+                raise _full("disk", f"the writable medium has {self.disk.free // MIB} MiB left", 5.0)
+            if self.disk.free < (limits.disk_mb or 0) * MIB:
+                warnings.append(f"the disk limit of {limits.disk_mb} MiB is more than the medium's free {self.disk.free // MIB} MiB")
+        if host.files_left - self._since * _FDS_PER_SANDBOX < _FD_RESERVE:
+            raise _full("descriptors", f"the node may open only {host.files_left} more files", 2.0)
+        if host.tasks_left - self._since * _PIDS_PER_SANDBOX < 4 * _PIDS_PER_SANDBOX + 64:
+            raise _full("processes", f"the host may start only {host.tasks_left} more tasks", 2.0)
+        self._since += 1
+        return warnings
+
+
+def _full(name: str, why: str, after: float) -> Exception:
+    return AtCapacity(f"the node admits no more sandboxes now: {why}", resource=name, retry_after=after)
+
+
+def raise_file_limit() -> None:
+    """Use all the descriptors that the hard limit gives."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,202 @@
+"""The edge's journal: one JSON object a line, written before acting and not fsynced (it survives the death of everything of ours).
+
+It holds what a restarted edge cannot learn from a running supervisor: the spec, the uid slot, names, keys. Kinds of lines:
+`create` (before anything is made), `ready`, `change` (labels, lease), `ended`, `gone` (the tombstone was removed).
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from libdsec.errors import ResourceExhausted
+from libdsec.wire import Cause, Limits, SandboxSpec
+
+VERSION = 1
+COMPACT_BYTES = 32 << 20  # a running edge compacts when the file passed this and is mostly history
+
+
+class JournalError(Exception):
+    """The journal cannot be used as it is; nothing was changed. The message names file, line and what is wrong."""
+
+
+class Line(msgspec.Struct, kw_only=True, tag_field="t", omit_defaults=True):
+    """Any line."""
+
+    v: int
+    id: str
+
+
+class Create(Line, tag="create"):
+    """A sandbox is about to be made. Everything to re-attach to it, or to remove it, is here."""
+
+    spec: SandboxSpec
+    limits: Limits
+    image: str | None
+    layers: list[str]  # digests, base first
+    user: str
+    workdir: str
+    backend: str
+    slot: int
+    at: float
+    deadline: float | None = None
+    idle: float | None = None
+    key: str | None = None
+    warnings: list[str] = msgspec.field(default_factory=list)
+
+
+class Ready(Line, tag="ready"):
+    """Its supervisor answers."""
+
+    pid: int
+    init: int
+
+
+class Change(Line, tag="change"):
+    """New labels or lifetimes; the line carries the whole state of what may change."""
+
+    labels: dict[str, str]
+    deadline: float | None = None
+    idle: float | None = None
+
+
+class Ended(Line, tag="ended"):
+    """It has ended, and its kernel objects are gone."""
+
+    at: float
+    cause: Cause
+    detail: str | None = None
+    kept: bool = True  # its records are still in STATE/sandboxes/<id>
+
+
+class Gone(Line, tag="gone"):
+    """Nothing of it is left, not even the tombstone."""
+
+
+AnyLine = Create | Ready | Change | Ended | Gone
+_DECODER = msgspec.json.Decoder(AnyLine)
+_ENCODER = msgspec.json.Encoder()
+
+
+class _Version(msgspec.Struct):
+    v: int
+
+
+_VERSION_DECODER = msgspec.json.Decoder(_Version)
+
+
+class Entry:
+    """What the journal says about one sandbox."""
+
+    __slots__ = ("change", "create", "ended", "ready")
+
+    def __init__(self, create: Create) -> None:
+        self.create = create
+        self.ready: Ready | None = None
+        self.change: Change | None = None
+        self.ended: Ended | None = None
+
+    def lines(self) -> list[AnyLine]:
+        """The shortest history with the same meaning."""
+        return [line for line in (self.create, self.ready, self.change, self.ended) if line is not None]
+
+
+def load(path: Path) -> dict[str, Entry]:
+    """Entries by sandbox id. A last line that was cut off (the host or the disk died in its write) does not count."""
+    entries: dict[str, Entry] = {}
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return entries
+    lines = data.split(b"\n")
+    torn = lines.pop()  # empty when the file ends as it should
+    for number, raw in enumerate(lines, 1):
+        try:
+            version = _VERSION_DECODER.decode(raw).v
+        except msgspec.MsgspecError as error:
+            if number == len(lines) and not torn:
+                break  # a block of zeros, or half a line that a later newline closed
+            raise JournalError(f"{path}:{number}: not a journal line: {error}") from error
+        if version != VERSION:
+            raise JournalError(f"{path}:{number}: journal version {version}, this edge knows version {VERSION} only")
+        try:
+            line = _DECODER.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise JournalError(f"{path}:{number}: {error}") from error
+        if isinstance(line, Create):
+            entries[line.id] = Entry(line)
+            continue
+        entry = entries.get(line.id)
+        if entry is None:
+            continue  # what follows a `gone`
+        if isinstance(line, Ready):
+            entry.ready = line
+        elif isinstance(line, Change):
+            entry.change = line
+        elif isinstance(line, Ended):
+            entry.ended = line
+        else:
+            del entries[line.id]
+    return entries
+
+
+class Journal:
+    """The open journal of a running edge. One edge at a time: the composition root holds the node's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+        self._size = 0
+        self._compacted = 0
+
+    def open(self, entries: Iterable[Entry]) -> None:
+        """Replace the file by the shortest one with these entries, in one rename, and append from there."""
+        self._rewrite(entries)
+
+    def write(self, line: AnyLine) -> None:
+        """Append one line. ResourceExhausted, with the file as it was, when the disk refuses: then the caller must not act."""
+        data = _ENCODER.encode(line) + b"\n"
+        error = None
+        try:
+            written = os.write(self._fd, data)
+        except OSError as caught:
+            error, written = caught, 0
+        if written != len(data):
+            if written:
+                os.ftruncate(self._fd, self._size)
+            why = error.strerror if error else "the disk is full"
+            raise ResourceExhausted(f"the journal {self.path} cannot be written: {why}", resource="journal", retry_after=5.0)
+        self._size += written
+
+    @property
+    def grown(self) -> bool:
+        """Worth a compaction: long, and mostly history."""
+        return self._size > COMPACT_BYTES and self._size > 4 * self._compacted
+
+    def compact(self, entries: Iterable[Entry]) -> None:
+        """Rewrite while running."""
+        self._rewrite(entries)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _rewrite(self, entries: Iterable[Entry]) -> None:
+        fresh = self.path.with_name(self.path.name + ".new")
+        data = b"".join(_ENCODER.encode(line) + b"\n" for entry in entries for line in entry.lines())
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.rename(fresh, self.path)
+        except OSError as error:
+            os.close(fd)
+            fresh.unlink(missing_ok=True)
+            raise ResourceExhausted(f"the journal {self.path} cannot be rewritten: {error.strerror}", resource="journal") from error
+        self.close()
+        self._fd, self._size, self._compacted = fd, len(data), len(data)

@@ -1,0 +1,287 @@
+"""One sandbox in the edge's memory, its states, and the table of all of them: ids, names, keys, uid slots, tombstones."""
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsec.edge.journal import VERSION as JOURNAL_VERSION
+from dsec.edge.journal import Change, Create, Ended, Entry, Ready
+from dsec.edge.supervisor import Control
+from libdsec.errors import DSecError, IdempotencyConflict, NameInUse, ResourceExhausted, SandboxEnded, SandboxNotFound
+from libdsec.wire import Cause, Health, Limits, SandboxInfo, SandboxSpec, State
+
+SLOT_SIZE = 65536
+MAX_SLOTS = 32768
+PREFIX_LENGTH = 4
+ID_LENGTH = 20
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def random_text(length: int) -> str:
+    """Random characters of [a-z0-9]."""
+    number = secrets.randbits(length * 6)  # 64 values for 36 characters: more bits than the text can hold
+    out = []
+    for _ in range(length):
+        number, index = divmod(number, 36)
+        out.append(_ALPHABET[index])
+    return "".join(out)
+
+
+class Sandbox:
+    """A sandbox, from the moment its place is taken until its tombstone is removed."""
+
+    __slots__ = (
+        "backend",
+        "cause",
+        "control",
+        "create",
+        "created_at",
+        "damage",
+        "deadline",
+        "detail",
+        "ended",
+        "ended_at",
+        "health",
+        "id",
+        "idle_timeout",
+        "image",
+        "init_pid",
+        "journaled",
+        "kept",
+        "key",
+        "labels",
+        "layers",
+        "limits",
+        "name",
+        "pid",
+        "ready",
+        "recovering",
+        "reserved",
+        "run_dir",
+        "slot",
+        "socket",
+        "spec",
+        "state",
+        "state_dir",
+        "stopping",
+        "user",
+        "waits",
+        "warnings",
+        "workdir",
+    )  # fmt: skip
+
+    def __init__(self, sandbox_id: str, spec: SandboxSpec, limits: Limits, slot: int, run_dir: Path, state_dir: Path) -> None:
+        loop = asyncio.get_running_loop()
+        self.id = sandbox_id
+        self.spec = spec
+        self.limits = limits
+        self.slot = slot
+        self.reserved = True  # the slot and the name are ours
+        self.run_dir, self.state_dir = run_dir, state_dir
+        self.socket = str(run_dir / "aether.sock")
+        self.backend = spec.backend
+        self.key: str | None = None
+        self.name = spec.name
+        self.labels = spec.labels
+        self.image: str | None = spec.image
+        self.layers: list[str] = []
+        self.user = spec.user or "root"
+        self.workdir = spec.workdir or "/"
+        self.state = State.CREATING
+        self.created_at = time.time()
+        self.deadline: float | None = None
+        self.idle_timeout: float | None = None
+        self.health = Health.OK
+        self.damage: list[str] = []
+        self.warnings: list[str] = []
+        self.ended_at: float | None = None
+        self.cause: Cause | None = None
+        self.detail: str | None = None
+        self.stopping: Cause | None = None
+        self.kept = True  # its directory of records is still there
+        self.journaled = False
+        self.pid = self.init_pid = 0
+        self.control: Control | None = None
+        self.create: Create | None = None
+        self.recovering: asyncio.Future[None] | None = None  # its connection broke; done when that is settled
+        self.ready: asyncio.Future[None] = loop.create_future()  # created, or the error of the creation
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.waits: dict[str, asyncio.Future[object]] = {}  # one WAIT a command, whoever waits
+
+    def info(self) -> SandboxInfo:
+        """As listings show it."""
+        return SandboxInfo(
+            id=self.id, state=self.state, backend=self.backend, image=self.image, layers=self.layers, labels=self.labels, name=self.name,
+            created_at=self.created_at, deadline=self.deadline, idle_timeout=self.idle_timeout, limits=self.limits, user=self.user,
+            workdir=self.workdir, health=self.health, damage=self.damage, ended_at=self.ended_at, cause=self.cause, detail=self.detail,
+            warnings=self.warnings,
+        )  # fmt: skip
+
+    def damaged(self, what: str) -> None:
+        """Note damage; a sandbox repeats itself, the list does not."""
+        self.health = Health.DAMAGED
+        if what not in self.damage and len(self.damage) < 16:
+            self.damage.append(what)
+
+    def gone(self) -> DSecError:
+        """The error for an operation on it after its end."""
+        cause = self.cause.value if self.cause else "unknown"
+        why = f": {self.detail}" if self.detail else ""
+        message = f"sandbox {self.id} has ended ({cause}){why}"
+        return SandboxEnded(message, sandbox=self.id, state="ended", cause=cause, detail=self.detail, ended_at=self.ended_at)
+
+    def entry(self) -> Entry | None:
+        """Its part of the journal; None when it was never written there."""
+        if self.create is None:
+            return None
+        entry = Entry(self.create)
+        if self.pid:
+            entry.ready = Ready(v=JOURNAL_VERSION, id=self.id, pid=self.pid, init=self.init_pid)
+        entry.change = self.change()
+        if self.state is State.ENDED:
+            assert self.ended_at is not None and self.cause is not None
+            entry.ended = Ended(v=JOURNAL_VERSION, id=self.id, at=self.ended_at, cause=self.cause, detail=self.detail, kept=self.kept)
+        return entry
+
+    def change(self) -> Change:
+        """The journal line for labels and lifetimes as they are now."""
+        return Change(v=JOURNAL_VERSION, id=self.id, labels=self.labels, deadline=self.deadline, idle=self.idle_timeout)
+
+    @classmethod
+    def restored(cls, entry: Entry, run_dir: Path, state_dir: Path) -> Sandbox:
+        """From the journal; its state is CREATING until the edge has looked, or ENDED."""
+        made = entry.create
+        sandbox = cls(made.id, made.spec, made.limits, made.slot, run_dir, state_dir)
+        sandbox.create, sandbox.journaled = made, True
+        sandbox.image, sandbox.layers, sandbox.user, sandbox.workdir = made.image, made.layers, made.user, made.workdir
+        sandbox.created_at, sandbox.key, sandbox.warnings = made.at, made.key, made.warnings
+        sandbox.deadline, sandbox.idle_timeout = made.deadline, made.idle
+        if entry.change is not None:
+            sandbox.labels, sandbox.deadline, sandbox.idle_timeout = entry.change.labels, entry.change.deadline, entry.change.idle
+        if entry.ready is not None:
+            sandbox.pid, sandbox.init_pid = entry.ready.pid, entry.ready.init
+        if entry.ended is not None:
+            sandbox.state, sandbox.reserved = State.ENDED, False
+            sandbox.ended_at, sandbox.cause, sandbox.detail = entry.ended.at, entry.ended.cause, entry.ended.detail
+            sandbox.kept = entry.ended.kept
+            sandbox.ready.set_result(None)
+            sandbox.ended.set_result(None)
+        return sandbox
+
+
+class Table:
+    """All sandboxes of the edge, live and ended."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self._all: dict[str, Sandbox] = {}
+        self._live: dict[str, Sandbox] = {}
+        self._ended: OrderedDict[str, Sandbox] = OrderedDict()  # oldest end first
+        self._names: dict[str, Sandbox] = {}
+        self._keys: dict[str, Sandbox] = {}
+        self._slots = bytearray(MAX_SLOTS)
+        self._lowest = 0  # no slot below this is free
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def tombstones(self) -> int:
+        """Ended sandboxes that are still known."""
+        return len(self._ended)
+
+    def __iter__(self) -> Iterator[Sandbox]:
+        return iter(list(self._all.values()))
+
+    def live(self) -> list[Sandbox]:
+        """Every sandbox that has not ended."""
+        return list(self._live.values())
+
+    def get(self, sandbox_id: str) -> Sandbox:
+        """By id. SandboxNotFound."""
+        sandbox = self._all.get(sandbox_id)
+        if sandbox is None:
+            raise SandboxNotFound(f"no sandbox {sandbox_id} was ever known here, or it ended long ago", sandbox=sandbox_id)
+        return sandbox
+
+    def known(self, sandbox_id: str) -> bool:
+        """Whether it is in the table."""
+        return sandbox_id in self._all
+
+    def by_key(self, key: str, spec: SandboxSpec) -> Sandbox | None:
+        """The sandbox that this key made. IdempotencyConflict when that was another request."""
+        sandbox = self._keys.get(key)
+        if sandbox is not None and sandbox.spec != spec:
+            raise IdempotencyConflict(f"idempotency key {key!r} was used for another request", key=key, sandbox=sandbox.id)
+        return sandbox
+
+    def free_id(self) -> str:
+        """A new id: the prefix and 16 random characters."""
+        return self.prefix + random_text(ID_LENGTH - PREFIX_LENGTH)
+
+    def check_name(self, name: str) -> None:
+        """NameInUse when a live sandbox has it."""
+        holder = self._names.get(name)
+        if holder is not None:
+            raise NameInUse(f"sandbox {holder.id} is named {name!r} and lives", name=name, sandbox=holder.id)
+
+    def take_slot(self) -> int:
+        """The lowest free uid slot. ResourceExhausted when there is none."""
+        slot = self._slots.find(0, self._lowest)
+        if slot < 0:
+            raise ResourceExhausted(f"all {MAX_SLOTS} uid ranges are in use", resource="uids", retry_after=1.0)
+        self._slots[slot] = 1
+        self._lowest = slot + 1
+        return slot
+
+    def add(self, sandbox: Sandbox) -> None:
+        """Enter a sandbox whose name was checked and whose slot was taken."""
+        self._all[sandbox.id] = sandbox
+        if sandbox.key is not None:
+            self._keys[sandbox.key] = sandbox
+        if sandbox.state is State.ENDED:
+            self._ended[sandbox.id] = sandbox
+            return
+        self._live[sandbox.id] = sandbox
+        self._slots[sandbox.slot] = 1
+        if sandbox.name is not None:
+            self._names[sandbox.name] = sandbox
+
+    def end(self, sandbox: Sandbox) -> None:
+        """It has ended: name and slot are free, the tombstone stays."""
+        self._release(sandbox)
+        self._ended[sandbox.id] = sandbox
+
+    def drop(self, sandbox: Sandbox) -> None:
+        """Forget it: a creation that failed, or a tombstone past its time."""
+        self._release(sandbox)
+        self._ended.pop(sandbox.id, None)
+        self._all.pop(sandbox.id, None)
+        if sandbox.key is not None and self._keys.get(sandbox.key) is sandbox:
+            del self._keys[sandbox.key]
+
+    def expired(self, ttl: float, most: int) -> list[Sandbox]:
+        """Tombstones to remove now: past their time, and the oldest beyond `most`."""
+        before = time.time() - ttl
+        over = len(self._ended) - most
+        found: list[Sandbox] = []
+        for sandbox in self._ended.values():
+            if over <= 0 and (sandbox.ended_at or 0.0) > before:
+                break
+            over -= 1
+            found.append(sandbox)
+        return found
+
+    def _release(self, sandbox: Sandbox) -> None:
+        self._live.pop(sandbox.id, None)
+        if not sandbox.reserved:
+            return
+        sandbox.reserved = False
+        self._slots[sandbox.slot] = 0
+        self._lowest = min(self._lowest, sandbox.slot)
+        if sandbox.name is not None and self._names.get(sandbox.name) is sandbox:
+            del self._names[sandbox.name]

@@ -1,0 +1,58 @@
+"""Prometheus metrics of one edge, in a registry of its own. No series carries a sandbox id: their number does not grow with use."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from libdsec.wire import Cause, Ending
+
+_CREATE = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_EXEC = (0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0, 600.0, 3600.0)
+
+
+class Metrics:
+    """The edge's counters. Children with labels are looked up once, here, and not on each request."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.live = Gauge("dsec_sandboxes", "Sandboxes that exist now", ["state"], registry=registry)
+        self.tombstones = Gauge("dsec_tombstones", "Ended sandboxes whose records are kept", registry=registry)
+        self.damaged = Gauge("dsec_sandboxes_damaged", "Live sandboxes that broke their own shell or PID 1", registry=registry)
+        self.connections = Gauge("dsec_streams_open", "Streams open to supervisors", registry=registry)
+        self.created = Counter("dsec_sandboxes_created", "Sandboxes created", registry=registry)
+        self.create_seconds = Histogram("dsec_create_seconds", "From the request to a ready sandbox", buckets=_CREATE, registry=registry)
+        self.exec_seconds = Histogram("dsec_exec_seconds", "From request to result, collected commands", buckets=_EXEC, registry=registry)
+        self._refused = Counter("dsec_creates_refused", "Creates refused or failed", ["code"], registry=registry)
+        ended = Counter("dsec_sandboxes_ended", "Sandboxes ended", ["cause"], registry=registry)
+        self.ended = {cause: ended.labels(cause.value) for cause in Cause}
+        commands = Counter("dsec_commands_ended", "Commands ended, as the edge saw them", ["ending"], registry=registry)
+        self.commands = {ending: commands.labels(ending.value) for ending in Ending}
+        limits = Counter("dsec_limits_hit", "Commands that hit a limit", ["limit"], registry=registry)
+        self.limits = {name: limits.labels(name) for name in ("memory", "disk", "pids", "output", "files")}
+        self.ooms = Counter("dsec_oom_events", "OOM kills reported by supervisors", registry=registry)
+        self.reattached = Counter("dsec_reattached", "Sandboxes taken over from an earlier edge", registry=registry)
+        self.orphans = Counter("dsec_orphans_removed", "Sandboxes found on the node that no journal knew", registry=registry)
+        self.reconnects = Counter("dsec_supervisor_reconnects", "Supervisor connections that broke and came back", registry=registry)
+        self.launcher_restarts = Counter("dsec_launcher_restarts", "Launcher processes that died", registry=registry)
+        self.refused_names: dict[str, Counter] = {}
+
+    def refused(self, code: str) -> None:
+        """A create that was refused or failed with this error code."""
+        child = self.refused_names.get(code)
+        if child is None:
+            child = self.refused_names[code] = self._refused.labels(code)
+        child.inc()
+
+    def watch(
+        self, creating: Callable[[], float], running: Callable[[], float], tombstones: Callable[[], float], damaged: Callable[[], float]
+    ) -> None:
+        """Gauges that are read when somebody asks."""
+        self.live.labels("creating").set_function(creating)
+        self.live.labels("running").set_function(running)
+        self.tombstones.set_function(tombstones)
+        self.damaged.set_function(damaged)
+
+    def render(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self.registry)

@@ -1,0 +1,111 @@
+"""Reading what a supervisor left on disk, when it is gone: `end.json`, `commands.bin` and the log files.
+
+The files were written by aether, but the output in them by the sandbox: nothing here trusts a length. docs/architecture.md, section 4.
+"""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from dsec.edge import wire
+from dsec.edge.wire import Record, WireError
+from libdsec.errors import CommandNotFound
+from libdsec.wire import Cause
+
+_MAX_FILE = 512 << 20
+
+
+class End(msgspec.Struct):
+    """`end.json`: why a sandbox ended, in the words of its supervisor."""
+
+    cause: Cause
+    detail: str | None = None
+    time_ns: int = 0
+    oom_kills: int = 0
+    health: str = "ok"
+
+
+_END = msgspec.json.Decoder(End)
+
+
+def read_end(directory: Path) -> End | None:
+    """The end that the supervisor wrote; None when there is none or it was cut off in the write."""
+    try:
+        return _END.decode((directory / "end.json").read_bytes())
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def read_commands(directory: Path) -> list[Record]:
+    """Every whole record, oldest first. What follows a damaged one is not readable and not guessed."""
+    try:
+        with open(directory / "commands.bin", "rb") as file:
+            data = file.read(_MAX_FILE)
+    except FileNotFoundError:
+        return []
+    found: list[Record] = []
+    at = 0
+    while at < len(data):
+        try:
+            record = wire.record(data, at)
+        except WireError:
+            break
+        found.append(record)
+        at += record.size
+    return found
+
+
+def find_command(directory: Path, command: str, sandbox: str) -> Record:
+    """The record of one command. CommandNotFound."""
+    for record in reversed(read_commands(directory)):
+        if record.command == command:
+            return record
+    raise CommandNotFound(f"no command {command} in sandbox {sandbox}", command=command, sandbox=sandbox)
+
+
+def read_log(directory: Path, record: Record, stream: int, offset: int, limit: int) -> tuple[int, bytes]:
+    """At most `limit` bytes of a stream's log from the first kept byte at or after `offset`: (its offset, the bytes).
+
+    Empty bytes: nothing is kept at or after `offset`.
+    """
+    total, dropped = (record.out_total, record.out_dropped) if stream == wire.STREAM_OUT else (record.err_total, record.err_dropped)
+    inline = record.stdout if stream == wire.STREAM_OUT else record.stderr
+    if inline or total == 0:
+        return min(offset, total), inline[offset : offset + limit]
+    kept = total - dropped
+    if offset >= total or kept <= 0:
+        return total, b""
+    head, room = record.head, record.head + record.tail
+    path = directory / f"{record.command}.{'out' if stream == wire.STREAM_OUT else 'err'}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return total, b""
+    try:
+        if kept < room and dropped:  # the log was frozen: its first bytes are all there is
+            return (offset, os.pread(fd, min(limit, kept - offset), offset)) if offset < kept else (total, b"")
+        if offset < min(head, total):
+            return offset, os.pread(fd, min(limit, min(head, total) - offset), offset)
+        offset = max(offset, total - record.tail) if total > room else offset
+        want = min(limit, total - offset)
+        place = (offset - head) % record.tail
+        first = os.pread(fd, min(want, record.tail - place), head + place)
+        return offset, first if len(first) == want else first + os.pread(fd, want - len(first), head)
+    finally:
+        os.close(fd)
+
+
+def remove(directory: Path) -> None:
+    """Delete a sandbox's directory. Flat by contract; whatever else is found is deleted too."""
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    remove(Path(entry.path))
+                else:
+                    os.unlink(entry.path)
+        os.rmdir(directory)
+    except FileNotFoundError:
+        return
