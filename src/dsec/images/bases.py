@@ -1,4 +1,5 @@
 """Ready base layers: the Debian that demos and benches run in, and a tiny busybox for fast tests."""
+
 from __future__ import annotations
 
 import asyncio
@@ -20,8 +21,14 @@ from libdsec.wire import LayerInfo, LayerRequest, Progress
 BASE_PACKAGES = ["python3", "python3-pytest", "ca-certificates", "procps", "git"]
 
 
-async def ensure_base(images: Images, name: str = "base", *, suite: str = "bookworm", include: list[str] | None = None,
-                      progress: Callable[[Progress], None] | None = None) -> LayerInfo:
+async def ensure_base(
+    images: Images,
+    name: str = "base",
+    *,
+    suite: str = "bookworm",
+    include: list[str] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> LayerInfo:
     """The Debian base layer of this name, built now when there is none (half a minute; needs the machine's Debian archive)."""
     try:
         return await images.get(name)
@@ -89,7 +96,7 @@ def _call(argv: list[str], directory: str) -> bytes:
 def _dynamic(program: bytes) -> bool:
     """Whether a 64-bit ELF file asks for an interpreter."""
     start, count = int.from_bytes(program[32:40], "little"), int.from_bytes(program[56:58], "little")
-    return program[:4] != b"\x7fELF" or any(program[start + 56 * i:start + 56 * i + 4] == b"\x03\0\0\0" for i in range(count))
+    return program[:4] != b"\x7fELF" or any(program[start + 56 * i : start + 56 * i + 4] == b"\x03\0\0\0" for i in range(count))
 
 
 def _applets(program: bytes) -> list[str]:
@@ -101,10 +108,26 @@ def _applets(program: bytes) -> list[str]:
 
 
 def _busybox_archive(program: bytes, applets: list[str]) -> bytes:
-    files = {b"etc/passwd": b"root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n", b"etc/group": b"root:x:0:\nnogroup:x:65534:\n"}
-    entries = [(Entry(name, DIRECTORY, mode=mode), b"") for name, mode in
-               ((b"bin", 0o755), (b"dev", 0o755), (b"etc", 0o755), (b"proc", 0o755), (b"root", 0o700), (b"sbin", 0o755), (b"sys", 0o755), (b"tmp", 0o1777),
-                (b"usr", 0o755), (b"usr/bin", 0o755), (b"usr/sbin", 0o755))]
+    files = {
+        b"etc/passwd": b"root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
+        b"etc/group": b"root:x:0:\nnogroup:x:65534:\n",
+    }
+    entries = [
+        (Entry(name, DIRECTORY, mode=mode), b"")
+        for name, mode in (
+            (b"bin", 0o755),
+            (b"dev", 0o755),
+            (b"etc", 0o755),
+            (b"proc", 0o755),
+            (b"root", 0o700),
+            (b"sbin", 0o755),
+            (b"sys", 0o755),
+            (b"tmp", 0o1777),
+            (b"usr", 0o755),
+            (b"usr/bin", 0o755),
+            (b"usr/sbin", 0o755),
+        )
+    ]
     entries += [(Entry(name, REGULAR, mode=0o644, size=len(data)), data) for name, data in files.items()]
     entries.append((Entry(b"bin/busybox", REGULAR, mode=0o755, size=len(program)), program))
     entries += [(Entry(name.encode(), SYMLINK, mode=0o777, link=b"/bin/busybox"), b"") for name in applets if not name.endswith("/busybox")]

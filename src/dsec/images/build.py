@@ -2,6 +2,7 @@
 
 Each build is two processes at most: the source (mmdebstrap, or tar over a directory) and `dsec.images.pack`. Both die with the build.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -21,13 +22,21 @@ from typing import Any
 from dsec.images.model import PACKAGE, SUITE
 from dsec.images.tarstream import Caps
 from dsec.linux import apt
-from dsec.linux.tools import Tools, ToolMissing
+from dsec.linux.tools import ToolMissing, Tools
 from libdsec.errors import BuildFailed, InvalidRequest, from_body
 from libdsec.wire import Progress
 
 # Stages that mmdebstrap announces, and how far it is by then.
-STAGES = (("running apt-get update", 0.03), ("downloading packages", 0.1), ("extracting archives", 0.3), ("installing essential", 0.4),
-          ("installing remaining", 0.5), ("running --customize-hook", 0.8), ("cleaning package lists", 0.82), ("creating tarball", 0.85))
+STAGES = (
+    ("running apt-get update", 0.03),
+    ("downloading packages", 0.1),
+    ("extracting archives", 0.3),
+    ("installing essential", 0.4),
+    ("installing remaining", 0.5),
+    ("running --customize-hook", 0.8),
+    ("cleaning package lists", 0.82),
+    ("creating tarball", 0.85),
+)
 UPLOAD_CHUNK = 1 << 20
 
 
@@ -42,8 +51,25 @@ class Source:
 
 def directory_source(directory: Path) -> Source:
     """A directory tree, sorted, with everything but what lies on other file systems."""
-    return Source(["tar", "--create", "--sort=name", "--format=pax", "--numeric-owner", "--xattrs", "--xattrs-include=*", "--one-file-system",
-                   "--pax-option=delete=atime,delete=ctime", "-C", str(directory), "-f", "-", "."], {"LC_ALL": "C"})
+    return Source(
+        [
+            "tar",
+            "--create",
+            "--sort=name",
+            "--format=pax",
+            "--numeric-owner",
+            "--xattrs",
+            "--xattrs-include=*",
+            "--one-file-system",
+            "--pax-option=delete=atime,delete=ctime",
+            "-C",
+            str(directory),
+            "-f",
+            "-",
+            ".",
+        ],
+        {"LC_ALL": "C"},
+    )
 
 
 def debian_source(suite: str, include: list[str], work: Path, tools: Tools) -> Source:
@@ -62,16 +88,39 @@ def debian_source(suite: str, include: list[str], work: Path, tools: Tools) -> S
     listed.write_text(apt.deb822(entries))
     inside = work / "inside.sources"  # what the layer keeps: without credentials
     inside.write_text(apt.deb822(entries, public=True))
-    hooks = ['rm -f "$1/etc/resolv.conf" "$1/etc/hostname" "$1/etc/hosts" "$1/etc/apt/sources.list" "$1"/etc/apt/sources.list.d/*',
-             f'cp "{inside}" "$1/etc/apt/sources.list.d/debian.sources"']
-    argv = [str(setpriv), "--pdeathsig", "KILL", str(unshare), "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc",
-            str(program), "--mode=root", "--variant=minbase", "--format=tar", '--aptopt=APT::Sandbox::User "root"',
-            *(["--include=" + ",".join(include)] if include else []), *(f"--customize-hook={hook}" for hook in hooks), suite, "-", str(listed)]
-    return Source(argv, {"TMPDIR": str(work), "SOURCE_DATE_EPOCH": str(release_date(suite)), "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"})
+    hooks = [
+        'rm -f "$1/etc/resolv.conf" "$1/etc/hostname" "$1/etc/hosts" "$1/etc/apt/sources.list" "$1"/etc/apt/sources.list.d/*',
+        f'cp "{inside}" "$1/etc/apt/sources.list.d/debian.sources"',
+    ]
+    argv = [
+        str(setpriv),
+        "--pdeathsig",
+        "KILL",
+        str(unshare),
+        "--mount",
+        "--pid",
+        "--ipc",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+        str(program),
+        "--mode=root",
+        "--variant=minbase",
+        "--format=tar",
+        '--aptopt=APT::Sandbox::User "root"',
+        *(["--include=" + ",".join(include)] if include else []),
+        *(f"--customize-hook={hook}" for hook in hooks),
+        suite,
+        "-",
+        str(listed),
+    ]
+    return Source(
+        argv, {"TMPDIR": str(work), "SOURCE_DATE_EPOCH": str(release_date(suite)), "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+    )
 
 
 def release_date(suite: str, lists: Path = Path("/var/lib/apt/lists")) -> int:
-    """Unix time that stamps files made while a Debian layer is built: the newest release file of the suite that the machine has, else today's start."""
+    """Unix time that stamps files made while a Debian layer is built: the newest release file of the suite that the machine has, else today's start.."""
     newest = 0
     for path in lists.glob(f"*_dists_{suite}*_InRelease"):
         found = re.search(r"^Date: (.+)$", path.read_text(errors="replace"), re.M)
@@ -127,9 +176,24 @@ class Build:
                     await asyncio.shield(process.wait())
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _start(self, origin: Source | Path | AsyncIterator[bytes], mkfs: Path, tasks: list[asyncio.Task[Any]]) -> asyncio.subprocess.Process | None:
-        argv = [sys.executable, "-m", "dsec.images.pack", "--output", str(self.image), "--mkfs", str(mkfs), "--prefix", self._prefix,
-                "--max-bytes", str(self._caps.bytes), "--max-entries", str(self._caps.entries)]
+    async def _start(
+        self, origin: Source | Path | AsyncIterator[bytes], mkfs: Path, tasks: list[asyncio.Task[Any]]
+    ) -> asyncio.subprocess.Process | None:
+        argv = [
+            sys.executable,
+            "-m",
+            "dsec.images.pack",
+            "--output",
+            str(self.image),
+            "--mkfs",
+            str(mkfs),
+            "--prefix",
+            self._prefix,
+            "--max-bytes",
+            str(self._caps.bytes),
+            "--max-entries",
+            str(self._caps.entries),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         if isinstance(origin, Path):
             try:
@@ -145,8 +209,13 @@ class Build:
             read, write = os.pipe2(os.O_CLOEXEC)
             try:
                 source = await asyncio.create_subprocess_exec(
-                    *origin.argv, stdin=asyncio.subprocess.DEVNULL, stdout=write, stderr=asyncio.subprocess.PIPE, env={**os.environ, **origin.env},
-                    start_new_session=True)
+                    *origin.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=write,
+                    stderr=asyncio.subprocess.PIPE,
+                    env={**os.environ, **origin.env},
+                    start_new_session=True,
+                )
                 self._processes.append(source)
                 tasks.append(asyncio.create_task(self._read_source(source)))
                 await self._spawn(argv, environment, stdin=read)
@@ -159,8 +228,9 @@ class Build:
         return None
 
     async def _spawn(self, argv: list[str], environment: dict[str, str], stdin: int) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(*argv, stdin=stdin, stdout=asyncio.subprocess.PIPE, env=environment, start_new_session=True,
-                                                       limit=1 << 20)
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=stdin, stdout=asyncio.subprocess.PIPE, env=environment, start_new_session=True, limit=1 << 20
+        )
         self._processes.append(process)
         return process
 
@@ -192,17 +262,23 @@ class Build:
                 self._source_log = [*self._source_log[-40:], text]
                 if text.startswith(("I: ", "W: ", "tar: ")):
                     message = text.removeprefix("I: ").removesuffix("...")
-                    self._progress.put_nowait(Progress(message=message, fraction=next((f for s, f in STAGES if message.startswith(s)), None)))
+                    self._progress.put_nowait(
+                        Progress(message=message, fraction=next((f for s, f in STAGES if message.startswith(s)), None))
+                    )
 
     def _judge(self, status: int, name: str) -> None:
         """The source's own failure says more than the truncated archive behind it, unless it only lost its reader."""
-        if status == 0 or (self._error is not None and (status in (-signal.SIGPIPE, 128 + signal.SIGPIPE) or self._error["code"] not in ("layer_invalid",))):
+        if status == 0 or (
+            self._error is not None and (status in (-signal.SIGPIPE, 128 + signal.SIGPIPE) or self._error["code"] not in ("layer_invalid",))
+        ):
             return
         told = [line for line in self._source_log if line.startswith("E: ")] or self._source_log
         if self._error is not None and any("Broken pipe" in line for line in self._source_log):
             return
-        raise BuildFailed(f"{name if name != 'setpriv' else 'mmdebstrap'} failed with status {status}: {' | '.join(told[-3:])[-600:]}",
-                          output="\n".join(self._source_log)[-4000:])
+        raise BuildFailed(
+            f"{name if name != 'setpriv' else 'mmdebstrap'} failed with status {status}: {' | '.join(told[-3:])[-600:]}",
+            output="\n".join(self._source_log)[-4000:],
+        )
 
 
 async def _feed(packer: asyncio.subprocess.Process, stream: AsyncIterator[bytes]) -> None:
@@ -211,7 +287,7 @@ async def _feed(packer: asyncio.subprocess.Process, stream: AsyncIterator[bytes]
     try:
         async for data in stream:
             for at in range(0, len(data), UPLOAD_CHUNK):
-                packer.stdin.write(data[at:at + UPLOAD_CHUNK])
+                packer.stdin.write(data[at : at + UPLOAD_CHUNK])
                 await packer.stdin.drain()
     except (BrokenPipeError, ConnectionResetError):
         return

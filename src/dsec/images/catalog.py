@@ -3,6 +3,7 @@
 A layer is a digest; names are labels on digests, and the newest label of a name wins. The file carries a version: one that this code does
 not know is refused.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -21,7 +22,8 @@ VERSION = 1
 SCHEMA = """
 CREATE TABLE layers (digest TEXT PRIMARY KEY, kind TEXT NOT NULL, size INTEGER NOT NULL, source TEXT NOT NULL, created_at REAL NOT NULL,
                      damaged TEXT) WITHOUT ROWID;
-CREATE TABLE names (name TEXT NOT NULL, digest TEXT NOT NULL REFERENCES layers, bound_at REAL NOT NULL, PRIMARY KEY (name, digest)) WITHOUT ROWID;
+CREATE TABLE names (name TEXT NOT NULL, digest TEXT NOT NULL REFERENCES layers, bound_at REAL NOT NULL,
+                    PRIMARY KEY (name, digest)) WITHOUT ROWID;
 CREATE TABLE parents (digest TEXT NOT NULL REFERENCES layers, position INTEGER NOT NULL, parent TEXT NOT NULL REFERENCES layers,
                       PRIMARY KEY (digest, position)) WITHOUT ROWID;
 CREATE TABLE environments (name TEXT NOT NULL, tag TEXT NOT NULL, digest TEXT NOT NULL, manifest TEXT NOT NULL, created_at REAL NOT NULL,
@@ -98,8 +100,16 @@ class Catalog:
 
     def _info(self, digest: str, name: str) -> LayerInfo:
         row = self._db.execute("SELECT kind,size,source,created_at FROM layers WHERE digest=?", (digest,)).fetchone()
-        return LayerInfo(digest=digest, name=name, kind=row[0], size=row[1], source=row[2], created_at=row[3], parents=self.parents(digest),
-                         used_by=self.users(digest))
+        return LayerInfo(
+            digest=digest,
+            name=name,
+            kind=row[0],
+            size=row[1],
+            source=row[2],
+            created_at=row[3],
+            parents=self.parents(digest),
+            used_by=self.users(digest),
+        )
 
     def layers(self) -> list[LayerInfo]:
         """One entry for each name of each layer, newest first."""
@@ -110,7 +120,9 @@ class Catalog:
     def layer(self, digest: str, name: str | None = None) -> LayerInfo:
         """One layer by digest; `name`: which of its names to show."""
         with self._lock:
-            row = self._db.execute("SELECT name FROM names WHERE digest=? ORDER BY name=? DESC, bound_at DESC", (digest, name or "")).fetchone()
+            row = self._db.execute(
+                "SELECT name FROM names WHERE digest=? ORDER BY name=? DESC, bound_at DESC", (digest, name or "")
+            ).fetchone()
             if row is None:
                 raise LayerNotFound(f"no layer {digest}", layer=digest)
             return self._info(digest, row[0])
@@ -143,12 +155,18 @@ class Catalog:
         """Environments and layers that need this layer."""
         with self._lock:
             environments = self._db.execute("SELECT DISTINCT name||':'||tag FROM environment_layers WHERE digest=?", (digest,)).fetchall()
-            children = self._db.execute("SELECT DISTINCT p.digest, (SELECT name FROM names n WHERE n.digest=p.digest ORDER BY bound_at DESC LIMIT 1) "
-                                        "FROM parents p WHERE parent=?", (digest,)).fetchall()
+            children = self._db.execute(
+                "SELECT DISTINCT p.digest, (SELECT name FROM names n WHERE n.digest=p.digest ORDER BY bound_at DESC LIMIT 1) "
+                "FROM parents p WHERE parent=?",
+                (digest,),
+            ).fetchall()
         return [f"environment {row[0]}" for row in environments] + [f"layer {row[1] or row[0]}" for row in children]
 
     def remove(self, reference: str, pinned: list[str]) -> tuple[str, bool]:
-        """Take a name off a layer, and the layer out of the catalog with its last name (a digest: all names). Returns (digest, layer gone)."""
+        """Take a name off a layer, and the layer out of the catalog with its last name (a digest: all names).
+
+        Returns (digest, layer gone).
+        """
         with self._write() as db:
             digest = self.find(reference)
             if digest is None:
@@ -160,8 +178,11 @@ class Catalog:
                     return digest, False
             users = self.users(digest) + pinned
             if users:
-                raise LayerInUse(f"layer {reference} is used by {', '.join(users[:5])}" + (f" and {len(users) - 5} more" if len(users) > 5 else ""),
-                                 layer=digest, used_by=users)
+                raise LayerInUse(
+                    f"layer {reference} is used by {', '.join(users[:5])}" + (f" and {len(users) - 5} more" if len(users) > 5 else ""),
+                    layer=digest,
+                    used_by=users,
+                )
             db.execute("DELETE FROM names WHERE digest=?", (digest,))
             db.execute("DELETE FROM parents WHERE digest=?", (digest,))
             db.execute("DELETE FROM layers WHERE digest=?", (digest,))
@@ -171,8 +192,12 @@ class Catalog:
 
     def put_environment(self, name: str, tag: str, spec: EnvironmentSpec) -> EnvironmentInfo:
         """Bind `name:tag` to a manifest whose layers are digests; replaces what it was bound to."""
-        manifest = json.dumps({"env": spec.env, "layers": spec.layers, "user": spec.user, "workdir": spec.workdir}, sort_keys=True, separators=(",", ":"),
-                              ensure_ascii=False)
+        manifest = json.dumps(
+            {"env": spec.env, "layers": spec.layers, "user": spec.user, "workdir": spec.workdir},
+            sort_keys=True,
+            separators=(",", ":"),
+            ensure_ascii=False,
+        )
         digest = "sha256:" + hashlib.sha256(manifest.encode()).hexdigest()
         with self._write() as db:
             db.execute("DELETE FROM environments WHERE name=? AND tag=?", (name, tag))
@@ -188,7 +213,9 @@ class Catalog:
     def environment(self, name: str, tag: str) -> EnvironmentInfo | None:
         """One environment."""
         with self._lock:
-            row = self._db.execute("SELECT name,tag,digest,manifest,created_at FROM environments WHERE name=? AND tag=?", (name, tag)).fetchone()
+            row = self._db.execute(
+                "SELECT name,tag,digest,manifest,created_at FROM environments WHERE name=? AND tag=?", (name, tag)
+            ).fetchone()
         return _environment(row) if row else None
 
     def environments(self) -> list[EnvironmentInfo]:
@@ -205,5 +232,12 @@ class Catalog:
 
 def _environment(row: tuple[str, str, str, str, float]) -> EnvironmentInfo:
     manifest = json.loads(row[3])
-    return EnvironmentInfo(name=row[0] if row[1] == "latest" else f"{row[0]}:{row[1]}", digest=row[2], layers=manifest["layers"], env=manifest["env"],
-                           user=manifest["user"], workdir=manifest["workdir"], created_at=row[4])
+    return EnvironmentInfo(
+        name=row[0] if row[1] == "latest" else f"{row[0]}:{row[1]}",
+        digest=row[2],
+        layers=manifest["layers"],
+        env=manifest["env"],
+        user=manifest["user"],
+        workdir=manifest["workdir"],
+        created_at=row[4],
+    )

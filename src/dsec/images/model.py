@@ -1,4 +1,5 @@
 """What the images part hands out."""
+
 from __future__ import annotations
 
 import re

@@ -1,9 +1,10 @@
 """Turn one tar stream into one EROFS image. A process of its own, so that neither its CPU time nor a crash of mkfs touches the node.
 
-`python -m dsec.images.pack --output FILE --mkfs PATH [--prefix P] [--max-bytes N] [--max-entries N]` reads the archive (tar, or tar in gzip,
-xz, bzip2 or zstd) from stdin and writes JSON lines to stdout: `{"progress": ...}`, and last `{"result": ...}` or `{"error": ...}`. The image is on
-disk and hashed when the result is printed. The process lowers its own priority and dies with the pipe it reports to.
+`python -m dsec.images.pack --output FILE --mkfs PATH [--prefix P] [--max-bytes N] [--max-entries N]` reads the archive (tar, or tar in
+gzip, xz, bzip2 or zstd) from stdin and writes JSON lines to stdout: `{"progress": ...}`, and last `{"result": ...}` or `{"error": ...}`.
+The image is on disk and hashed when the result is printed. The process lowers its own priority and dies with the pipe it reports to.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from dsec.images.tarstream import Caps, Reader, Summary, normalize
-from dsec.linux.tools import Tools, ToolMissing, mkfs_erofs_features
+from dsec.linux.tools import ToolMissing, Tools, mkfs_erofs_features
 from libdsec.errors import BuildFailed, DSecError, LayerInvalid, NoSpace
 
 # Fixed in every layer, so that equal content gives equal bytes. Only the superblock carries them; the files keep their times.
@@ -69,7 +70,9 @@ def decompressed(raw: IO[bytes], tools: Tools) -> Reader:
 
 
 def _zstd(source: _Peeked, tools: Tools) -> Reader:
-    process = subprocess.Popen([tools.need("zstd"), "-dcq", "--memory=128MB"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [tools.need("zstd"), "-dcq", "--memory=128MB"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdin and process.stdout and process.stderr
     stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
 
@@ -120,12 +123,26 @@ def pack(source: IO[bytes], output: Path, mkfs: Path, *, prefix: str, caps: Caps
         first = [*base, "--tar=f", str(output)]
     else:
         tree.mkdir(mode=0o755)
-        first = ["tar", "--extract", "--numeric-owner", "--same-owner", "--same-permissions", "--delay-directory-restore", "--xattrs",
-                 "--xattrs-include=*", "-C", str(tree), "-f", "-"]
+        first = [
+            "tar",
+            "--extract",
+            "--numeric-owner",
+            "--same-owner",
+            "--same-permissions",
+            "--delay-directory-restore",
+            "--xattrs",
+            "--xattrs-include=*",
+            "-C",
+            str(tree),
+            "-f",
+            "-",
+        ]
     process = subprocess.Popen(first, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
     assert process.stdin
     try:
-        summary = normalize(decompressed(source, Tools()), _Sink(process.stdin, output.parent), prefix=prefix, caps=caps, progress=report.entries)
+        summary = normalize(
+            decompressed(source, Tools()), _Sink(process.stdin, output.parent), prefix=prefix, caps=caps, progress=report.entries
+        )
         process.stdin.close()
     except BrokenPipeError:
         _finish(process, log, first[0])
@@ -144,8 +161,15 @@ def pack(source: IO[bytes], output: Path, mkfs: Path, *, prefix: str, caps: Caps
         os.fsync(image.fileno())
         digest = hashlib.file_digest(image, "sha256").hexdigest()
     output.chmod(0o444)
-    return {"digest": "sha256:" + digest, "size": output.stat().st_size, "entries": summary.entries, "bytes": summary.bytes,
-            "whiteouts": summary.whiteouts, "dropped": summary.dropped, "reproducible": "mkfs-time" in features}
+    return {
+        "digest": "sha256:" + digest,
+        "size": output.stat().st_size,
+        "entries": summary.entries,
+        "bytes": summary.bytes,
+        "whiteouts": summary.whiteouts,
+        "dropped": summary.dropped,
+        "reproducible": "mkfs-time" in features,
+    }
 
 
 def _finish(process: subprocess.Popen[bytes], log: IO[bytes], name: str) -> None:
@@ -192,7 +216,14 @@ def main() -> int:
     os.nice(5)
     report = Reporter(sys.stdout)
     try:
-        result = pack(sys.stdin.buffer, options.output, options.mkfs, prefix=options.prefix, caps=Caps(options.max_bytes, options.max_entries), report=report)
+        result = pack(
+            sys.stdin.buffer,
+            options.output,
+            options.mkfs,
+            prefix=options.prefix,
+            caps=Caps(options.max_bytes, options.max_entries),
+            report=report,
+        )
         report.line({"result": result})
         return 0
     except DSecError as error:

@@ -1,8 +1,10 @@
 """Images: what the node and the edge ask. Resolve names to layers (cached), pin what sandboxes use, build, import, list, remove, check.
 
-One object per node process, on its event loop. Several processes may share a state directory: the catalog is SQLite, files are published by rename, and a
-change by another process empties the cache. Pins are memory: the edge pins again from its journal when it starts, before it serves.
+One object per node process, on its event loop. Several processes may share a state directory: the catalog is SQLite, files are published
+by rename, and a change by another process empties the cache. Pins are memory: the edge pins again from its journal when it starts, before
+it serves.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -23,6 +25,9 @@ from libdsec.errors import BuildFailed, InvalidRequest, LayerInvalid, LayerNotFo
 from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, LayerRequest, Progress
 
 PARALLEL_BUILDS = 2
+Layers = list[LayerInfo]  # inside the class `list` is a method
+Names = list[str]
+Environments = list[EnvironmentInfo]
 CACHED = 4096
 
 
@@ -49,11 +54,11 @@ class Images:
 
     # ----------------------------------------------------------------------------------------------------------------- resolve and pin
 
-    async def resolve(self, image: str | None, layers: list[str] | None) -> ResolvedImage:
+    async def resolve(self, image: str | None, layers: Names | None) -> ResolvedImage:
         """What `image` (environment `name[:tag]`, layer name, `sha256:...`) or the list `layers` stands for now, base first.
 
-        A layer named as an image brings its parents; a list is taken as it is. Raises LayerNotFound naming what is missing, LayerInvalid when an image
-        file is damaged or gone. Does not wait: `pin` in the same step of the loop holds what was resolved.
+        A layer named as an image brings its parents; a list is taken as it is. Raises LayerNotFound naming what is missing, LayerInvalid
+        when an image file is damaged or gone. Does not wait: `pin` in the same step of the loop holds what was resolved.
         """
         self._refresh()
         key = (image, tuple(layers) if layers is not None else None)
@@ -72,7 +77,7 @@ class Images:
             self._known = self._catalog.digests()
             self._generation = generation
 
-    def _resolve(self, image: str | None, layers: list[str] | None) -> ResolvedImage:
+    def _resolve(self, image: str | None, layers: Names | None) -> ResolvedImage:
         if (image is None) == (layers is None):
             raise InvalidRequest("give either an image or a list of layers", field="image")
         if layers is not None:
@@ -84,7 +89,7 @@ class Images:
             environment = self._catalog.environment(*split_reference(image))
             if environment is not None:
                 return self._resolved(image, environment.layers, environment.env, environment.user, environment.workdir)
-        chain: list[str] = []
+        chain: Names = []
         self._chain(self._digest(image, "environment or layer"), chain)
         return self._resolved(image, chain)
 
@@ -98,13 +103,15 @@ class Images:
             raise LayerNotFound(f"no {what} {reference!r}", layer=reference)
         return found
 
-    def _chain(self, digest: str, chain: list[str]) -> None:
+    def _chain(self, digest: str, chain: Names) -> None:
         for parent in self._catalog.parents(digest):
             self._chain(parent, chain)
         if digest not in chain:
             chain.append(digest)
 
-    def _resolved(self, name: str | None, digests: list[str], env: dict[str, str] | None = None, user: str = "root", workdir: str = "/") -> ResolvedImage:
+    def _resolved(
+        self, name: str | None, digests: Names, env: dict[str, str] | None = None, user: str = "root", workdir: str = "/"
+    ) -> ResolvedImage:
         if len(digests) > MAX_LAYERS:
             raise InvalidRequest(f"{len(digests)} layers; a sandbox takes at most {MAX_LAYERS}", field="layers")
         if len(set(digests)) != len(digests):
@@ -137,12 +144,12 @@ class Images:
         """The sandbox is gone. Unknown ids are fine."""
         self._pins.pop(sandbox_id, None)
 
-    def _pinned(self, digest: str) -> list[str]:
+    def _pinned(self, digest: str) -> Names:
         return [f"sandbox {sandbox}" for sandbox, digests in self._pins.items() if digest in digests]
 
     # -------------------------------------------------------------------------------------------------------------------------- layers
 
-    async def list(self) -> list[LayerInfo]:
+    async def list(self) -> Layers:
         """Every name of every layer, newest first."""
         found = await asyncio.to_thread(self._catalog.layers)
         for layer in found:
@@ -195,7 +202,9 @@ class Images:
             orphans = [digest for digest in self._store.files() if self._catalog.find(digest) is None and not await self._young(digest)]
             for digest in orphans:
                 self._store.remove(digest)
-        yield Progress(message="done", fraction=1.0, result={"ok": ok, "damaged": damaged, "orphans_removed": orphans, "swept": self._store.sweep()})
+        yield Progress(
+            message="done", fraction=1.0, result={"ok": ok, "damaged": damaged, "orphans_removed": orphans, "swept": self._store.sweep()}
+        )
 
     async def _young(self, digest: str) -> bool:
         """A file without an entry may be between its rename and its entry, in this process or another."""
@@ -209,7 +218,10 @@ class Images:
     # --------------------------------------------------------------------------------------------------------------------------- builds
 
     async def build(self, request: LayerRequest) -> AsyncIterator[Progress]:
-        """Build a layer; the last line's `result` is its LayerInfo. Raises InvalidRequest at once, later LayerInvalid, BuildFailed, NoSpace."""
+        """Build a layer; the last line's `result` is its LayerInfo.
+
+        Raises InvalidRequest at once, later LayerInvalid, BuildFailed, NoSpace.
+        """
         given = [name for name in ("debian", "directory", "tar") if getattr(request, name) is not None]
         if len(given) != 1:
             raise InvalidRequest("give exactly one of debian, directory, tar", field="debian")
@@ -237,14 +249,23 @@ class Images:
         async for line in self._run(request.name, request.kind, request.parents, request.prefix, described, origin, total):
             yield line
 
-    async def import_tar(self, name: str, kind: str, stream: AsyncIterator[bytes], *, parents: list[str] | None = None, prefix: str = "/",
-                         source: str = "upload") -> AsyncIterator[Progress]:
+    async def import_tar(
+        self, name: str, kind: str, stream: AsyncIterator[bytes], *, parents: Names | None = None, prefix: str = "/", source: str = "upload"
+    ) -> AsyncIterator[Progress]:
         """Build a layer from an uploaded archive, plain or compressed, at the pace of the upload."""
         async for line in self._run(name, kind, parents or [], prefix, source, lambda work: stream, None):
             yield line
 
-    async def _run(self, name: str, kind: str, parents: list[str], prefix: str, source: str,
-                   origin: Callable[[Path], Source | Path | AsyncIterator[bytes]], total: int | None) -> AsyncIterator[Progress]:
+    async def _run(
+        self,
+        name: str,
+        kind: str,
+        parents: Names,
+        prefix: str,
+        source: str,
+        origin: Callable[[Path], Source | Path | AsyncIterator[bytes]],
+        total: int | None,
+    ) -> AsyncIterator[Progress]:
         check_name(name)
         if kind not in KINDS:
             raise InvalidRequest(f"layer kind {kind!r}: one of {', '.join(KINDS)}", field="kind")
@@ -268,7 +289,9 @@ class Images:
                 self._store.publish(build.image, result["digest"])
                 layer = self._catalog.add(result["digest"], name, kind, result["size"], digests, source)
         left_out = "".join(f"; left out: {count} {reason}" for reason, count in result["dropped"].items())
-        yield Progress(message=f"{layer.digest} {result['entries']} entries, {layer.size >> 20} MiB{left_out}", fraction=1.0, result=_plain(layer))
+        yield Progress(
+            message=f"{layer.digest} {result['entries']} entries, {layer.size >> 20} MiB{left_out}", fraction=1.0, result=_plain(layer)
+        )
 
     # --------------------------------------------------------------------------------------------------------------------- environments
 
@@ -294,7 +317,7 @@ class Images:
             raise LayerNotFound(f"no environment {name!r}", environment=name)
         return found
 
-    async def list_environments(self) -> list[EnvironmentInfo]:
+    async def list_environments(self) -> Environments:
         """All, by name."""
         return self._catalog.environments()
 
@@ -324,5 +347,3 @@ async def last(lines: AsyncIterator[Progress]) -> dict[str, Any]:
     if result is None:
         raise BuildFailed("the operation ended without a result")
     return result
-
-

@@ -3,6 +3,7 @@
 `STATE/layers/sha256/<hex>.erofs` holds finished images, `STATE/tmp/build-*` the work of running builds. A build holds a lock on its
 directory; what no live process holds is removed at the next start.
 """
+
 from __future__ import annotations
 
 import fcntl

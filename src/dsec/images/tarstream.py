@@ -2,9 +2,10 @@
 
 `normalize` reads any ustar, pax or GNU archive and writes one that has exactly one meaning: paths relative to the layer's root below
 `prefix`, every parent directory present, no `..`, nothing below a symbolic link, hard links only to files seen before, numeric owners,
-nanosecond times, extended attributes. Nothing touches a file system. Violations raise LayerInvalid and name the entry; sizes are capped, so that a
-small compressed archive cannot fill the disk. Names stay bytes throughout.
+nanosecond times, extended attributes. Nothing touches a file system. Violations raise LayerInvalid and name the entry; sizes are capped,
+so that a small compressed archive cannot fill the disk. Names stay bytes throughout.
 """
+
 from __future__ import annotations
 
 import re
@@ -187,7 +188,9 @@ class TarReader:
             raise LayerInvalid(f"bad header checksum at byte {self.position - BLOCK}{after}")
         return header
 
-    def _entry(self, header: bytes, kind: bytes, size: int, pax: dict[bytes, bytes], long_name: bytes | None, long_link: bytes | None) -> Entry:
+    def _entry(
+        self, header: bytes, kind: bytes, size: int, pax: dict[bytes, bytes], long_name: bytes | None, long_link: bytes | None
+    ) -> Entry:
         name = _text(header[:100])
         if header[257:263] == b"ustar\0" and header[345] and long_name is None:
             name = _text(header[345:500]) + b"/" + name
@@ -214,11 +217,18 @@ class TarReader:
             raise LayerInvalid(f"tar entry {show(name)!r}: its time {show(mtime)!r} is not a number")
         xattrs = {key[13:]: value for key, value in pax.items() if key.startswith(b"SCHILY.xattr.")}
         return Entry(
-            name=name, kind=kind, mode=_number(header[100:108], "mode", name), size=size, mtime=mtime, xattrs=xattrs,
+            name=name,
+            kind=kind,
+            mode=_number(header[100:108], "mode", name),
+            size=size,
+            mtime=mtime,
+            xattrs=xattrs,
             uid=_decimal(pax[b"uid"], "owner", name) if b"uid" in pax else _number(header[108:116], "owner", name),
             gid=_decimal(pax[b"gid"], "group", name) if b"gid" in pax else _number(header[116:124], "group", name),
             link=pax.get(b"linkpath", long_link if long_link is not None else _text(header[157:257])),
-            major=_number(header[329:337], "device number", name), minor=_number(header[337:345], "device number", name))
+            major=_number(header[329:337], "device number", name),
+            minor=_number(header[337:345], "device number", name),
+        )
 
 
 def _decimal(raw: bytes, what: str, name: bytes) -> int:
@@ -236,8 +246,8 @@ def _pax(data: bytes) -> dict[bytes, bytes]:
         if not length.isdigit():
             raise LayerInvalid("the archive has a malformed pax record")
         end = at + int(length)
-        key, equals, value = data[space + 1:end - 1].partition(b"=")
-        if end <= space + 1 or end > len(data) or data[end - 1:end] != b"\n" or not equals:
+        key, equals, value = data[space + 1 : end - 1].partition(b"=")
+        if end <= space + 1 or end > len(data) or data[end - 1 : end] != b"\n" or not equals:
             raise LayerInvalid("the archive has a malformed pax record")
         records[key] = value
         at = end
@@ -276,8 +286,18 @@ def encode(entry: Entry) -> bytes:
     if pax:
         body = b"".join(pax)
         out = _block(b"pax", b"x", 0o644, 0, 0, len(body), 0, b"", 0, 0) + body + bytes(-len(body) % BLOCK)
-    return out + _block(name, entry.kind, entry.mode, min(entry.uid, (1 << 21) - 1), min(entry.gid, (1 << 21) - 1),
-                        min(size, (1 << 33) - 1), min(whole, (1 << 33) - 1), link, entry.major, entry.minor)
+    return out + _block(
+        name,
+        entry.kind,
+        entry.mode,
+        min(entry.uid, (1 << 21) - 1),
+        min(entry.gid, (1 << 21) - 1),
+        min(size, (1 << 33) - 1),
+        min(whole, (1 << 33) - 1),
+        link,
+        entry.major,
+        entry.minor,
+    )
 
 
 def _record(key: bytes, value: bytes) -> bytes:
@@ -289,8 +309,25 @@ def _record(key: bytes, value: bytes) -> bytes:
 
 
 def _block(name: bytes, kind: bytes, mode: int, uid: int, gid: int, size: int, mtime: int, link: bytes, major: int, minor: int) -> bytes:
-    block = struct.pack("100s8s8s8s12s12s8s1s100s6s2s32s32s8s8s155s12x", name, b"%07o" % mode, b"%07o" % uid, b"%07o" % gid, b"%011o" % size,
-                        b"%011o" % mtime, b" " * 8, kind, link, b"ustar", b"00", b"", b"", b"%07o" % major, b"%07o" % minor, b"")
+    block = struct.pack(
+        "100s8s8s8s12s12s8s1s100s6s2s32s32s8s8s155s12x",
+        name,
+        b"%07o" % mode,
+        b"%07o" % uid,
+        b"%07o" % gid,
+        b"%011o" % size,
+        b"%011o" % mtime,
+        b" " * 8,
+        kind,
+        link,
+        b"ustar",
+        b"00",
+        b"",
+        b"",
+        b"%07o" % major,
+        b"%07o" % minor,
+        b"",
+    )
     return block[:148] + b"%06o\0 " % sum(block) + block[156:]
 
 
@@ -309,7 +346,9 @@ def clean(name: bytes, what: str) -> bytes:
     return b"/".join(parts)
 
 
-def normalize(source: Reader, sink: Writer, *, prefix: str = "/", caps: Caps = Caps(), progress: Callable[[Summary], None] | None = None) -> Summary:  # noqa: B008 - frozen
+def normalize(
+    source: Reader, sink: Writer, *, prefix: str = "/", caps: Caps = Caps(), progress: Callable[[Summary], None] | None = None
+) -> Summary:
     """Read an archive, write the canonical one, and return what it holds."""
     summary = Summary()
     seen: dict[bytes, bytes] = {b"": DIRECTORY}
@@ -371,7 +410,9 @@ def _wanted(entry: Entry, given: bytes, path: bytes, summary: Summary) -> bool:
     if path.split(b"/")[0] == b"dev":
         summary.drop("device nodes under /dev (the platform makes its own)")
         return False
-    raise LayerInvalid(f"tar entry {show(given)!r} is a device node ({entry.major}:{entry.minor}); only whiteouts (0:0) and nodes under /dev are taken")
+    raise LayerInvalid(
+        f"tar entry {show(given)!r} is a device node ({entry.major}:{entry.minor}); only whiteouts (0:0) and nodes under /dev are taken"
+    )
 
 
 def _check(entry: Entry, given: bytes, base: bytes, seen: dict[bytes, bytes]) -> None:
@@ -387,7 +428,9 @@ def _check(entry: Entry, given: bytes, base: bytes, seen: dict[bytes, bytes]) ->
         target = clean(entry.link, f"tar entry {show(given)!r}: link target")
         target = b"/".join(part for part in (base, target) if part)
         if seen.get(target) in (None, DIRECTORY):
-            raise LayerInvalid(f"tar entry {show(given)!r} is a hard link to {show(entry.link)!r}, which is not a file before it in the archive")
+            raise LayerInvalid(
+                f"tar entry {show(given)!r} is a hard link to {show(entry.link)!r}, which is not a file before it in the archive"
+            )
         entry.link = target
     elif entry.kind == SYMLINK:
         if not entry.link or len(entry.link) > 4095 or b"\0" in entry.link:

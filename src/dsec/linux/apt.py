@@ -3,6 +3,7 @@
 Only the standard library, because `scripts/fetch-tools.sh` runs this file before anything is installed:
 `python3 apt.py SUITE [COMPONENT...]` prints the sources. Host names stay in the machine's configuration.
 """
+
 from __future__ import annotations
 
 import re
@@ -66,8 +67,12 @@ def _deb822(text: str) -> Iterator[Source]:
         signed = values.get("signed-by")
         if signed and "\n" in signed:
             signed = None  # a key in the file itself: its archive is not Debian's, whose keyring is a package
-        yield Source(tuple(values.get("uris", "").split()), tuple(values.get("suites", "").split()),
-                     tuple(values.get("components", "").split()), signed)
+        yield Source(
+            tuple(values.get("uris", "").split()),
+            tuple(values.get("suites", "").split()),
+            tuple(values.get("components", "").split()),
+            signed,
+        )
 
 
 def _one_line(text: str) -> Iterator[Source]:
@@ -83,8 +88,11 @@ def archive(suite: str, etc: Path = Path("/etc/apt"), release: str | None = None
     own = codename() if release is None else release
     moved: list[Source] = []
     for entry in sources(etc):
-        suites = tuple(suite + name[len(own):] for name in entry.suites
-                       if own and (name == own or (updates and name in (f"{own}-updates", f"{own}-security"))))
+        suites = tuple(
+            suite + name[len(own) :]
+            for name in entry.suites
+            if own and (name == own or (updates and name in (f"{own}-updates", f"{own}-security")))
+        )
         if suites and "main" in entry.components:
             moved.append(Source(entry.uris, suites, entry.components, entry.signed_by))
     if not any(suite in entry.suites for entry in moved):
@@ -97,8 +105,12 @@ def deb822(entries: list[Source], components: tuple[str, ...] = (), *, public: b
     text = []
     for entry in entries:
         uris = [_without_user(uri) if public else uri for uri in entry.uris]
-        lines = ["Types: deb", "URIs: " + " ".join(uris), "Suites: " + " ".join(entry.suites),
-                 "Components: " + " ".join(components or entry.components)]
+        lines = [
+            "Types: deb",
+            "URIs: " + " ".join(uris),
+            "Suites: " + " ".join(entry.suites),
+            "Components: " + " ".join(components or entry.components),
+        ]
         if entry.signed_by:
             lines.append("Signed-By: " + entry.signed_by)
         text.append("\n".join(lines) + "\n")

@@ -1,4 +1,5 @@
 """System calls that Python 3.11 lacks, with errors as OSError that name their object."""
+
 from __future__ import annotations
 
 import ctypes
@@ -28,8 +29,13 @@ def _checked(result: int, what: str, path: str | None = None) -> int:
 
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
     """mount(2); unlike mount(8) it never makes a loop device."""
-    _checked(_libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode() if data else None),
-             f"mount {kind or ''} {source}", target)
+    _checked(
+        _libc.mount(
+            source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode() if data else None
+        ),
+        f"mount {kind or ''} {source}",
+        target,
+    )
 
 
 def umount(target: str, flags: int = 0) -> None:
@@ -49,7 +55,9 @@ def prctl(option: int, *args: int) -> int:
 
 def syscall(number: int, *args: int | bytes | None) -> int:
     """Any system call by number. Integers are passed as 64 bits."""
-    return _checked(_libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in args]), f"system call {number}")
+    return _checked(
+        _libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in args]), f"system call {number}"
+    )
 
 
 def private_mounts() -> None:

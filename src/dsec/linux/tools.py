@@ -3,6 +3,7 @@
 Order: the configured directory, `DSEC_TOOLS`, `.tools/bin` of a source checkout, `/usr/lib/dsec/bin`, PATH, and the sbin directories that a
 user's PATH often lacks.
 """
+
 from __future__ import annotations
 
 import os
@@ -12,8 +13,19 @@ from functools import lru_cache
 from pathlib import Path
 
 SYSTEM = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
-PACKAGES = {"mkfs.erofs": "erofs-utils", "mmdebstrap": "mmdebstrap", "mkfs.btrfs": "btrfs-progs", "btrfs": "btrfs-progs", "zstd": "zstd",
-            "tar": "tar", "unshare": "util-linux", "setpriv": "util-linux", "apt-get": "apt", "dpkg-deb": "dpkg", "busybox": "busybox-static"}
+PACKAGES = {
+    "mkfs.erofs": "erofs-utils",
+    "mmdebstrap": "mmdebstrap",
+    "mkfs.btrfs": "btrfs-progs",
+    "btrfs": "btrfs-progs",
+    "zstd": "zstd",
+    "tar": "tar",
+    "unshare": "util-linux",
+    "setpriv": "util-linux",
+    "apt-get": "apt",
+    "dpkg-deb": "dpkg",
+    "busybox": "busybox-static",
+}
 
 
 class ToolMissing(Exception):

@@ -1,0 +1,1 @@
+"""Access policy of a sandbox: which system calls its commands may make."""
