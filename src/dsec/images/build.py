@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -120,7 +120,10 @@ def debian_source(suite: str, include: list[str], work: Path, tools: Tools) -> S
 
 
 def release_date(suite: str, lists: Path = Path("/var/lib/apt/lists")) -> int:
-    """Unix time that stamps files made while a Debian layer is built: the newest release file of the suite that the machine has, else today's start.."""
+    """Unix time that stamps files made while a Debian layer is built.
+
+    The newest release file of the suite that the machine has, else the start of today.
+    """
     newest = 0
     for path in lists.glob(f"*_dists_{suite}*_InRelease"):
         found = re.search(r"^Date: (.+)$", path.read_text(errors="replace"), re.M)
@@ -142,7 +145,7 @@ class Build:
         self._error: dict[str, Any] | None = None
         self._source_log: list[str] = []
 
-    async def run(self, origin: Source | Path | AsyncIterator[bytes], total: int | None = None) -> AsyncIterator[Progress]:
+    async def run(self, origin: Source | Path | AsyncIterator[bytes], total: int | None = None) -> AsyncGenerator[Progress, None]:
         """Pack what a program writes, a file, or a stream of bytes. `total`: bytes of content, where known, for the fraction."""
         try:
             mkfs = self._tools.need("mkfs.erofs")

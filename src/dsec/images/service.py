@@ -8,8 +8,10 @@ it serves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ class Images:
         self._generation: tuple[int, int] = (-1, -1)
         self._known: dict[str, tuple[int, str | None]] = {}
         self._pins: dict[str, frozenset[str]] = {}
+        self._publishing = asyncio.Lock()  # a build must not find the file of a layer that is being removed
         self._slots = asyncio.Semaphore(PARALLEL_BUILDS)
 
     def close(self) -> None:
@@ -169,8 +172,9 @@ class Images:
         if gone:
             if self.on_remove is not None:
                 await self.on_remove(layer.digest)
-            if self._catalog.find(layer.digest) is None:  # not built again meanwhile
-                self._store.remove(layer.digest)
+            async with self._publishing:
+                if self._catalog.find(layer.digest) is None:  # not built again meanwhile
+                    self._store.remove(layer.digest)
         return layer
 
     async def verify(self, reference: str) -> LayerInfo:
@@ -185,7 +189,7 @@ class Images:
             self._catalog.set_damaged(digest, None)
         return await self.get(digest)
 
-    async def fsck(self) -> AsyncIterator[Progress]:
+    async def fsck(self) -> AsyncGenerator[Progress, None]:
         """Check every layer; drop image files that no catalog entry names. The result lists `ok`, `damaged` and `orphans_removed`."""
         known = self._catalog.digests()
         ok, damaged = [], {}
@@ -198,26 +202,25 @@ class Images:
                 damaged[digest] = error.message
             except LayerNotFound:
                 continue  # removed while this ran
-        async with self._slots:
-            orphans = [digest for digest in self._store.files() if self._catalog.find(digest) is None and not await self._young(digest)]
+        async with self._publishing:
+            orphans = [digest for digest in self._store.files() if self._catalog.find(digest) is None and not self._young(digest)]
             for digest in orphans:
                 self._store.remove(digest)
         yield Progress(
             message="done", fraction=1.0, result={"ok": ok, "damaged": damaged, "orphans_removed": orphans, "swept": self._store.sweep()}
         )
 
-    async def _young(self, digest: str) -> bool:
+    def _young(self, digest: str) -> bool:
         """A file without an entry may be between its rename and its entry, in this process or another."""
         try:
             stat = self._store.path(digest).stat()
         except FileNotFoundError:
             return True
-        now = (await asyncio.to_thread(self._store.tmp.stat)).st_ctime
-        return stat.st_ctime > now - 60
+        return stat.st_ctime > time.time() - 60
 
     # --------------------------------------------------------------------------------------------------------------------------- builds
 
-    async def build(self, request: LayerRequest) -> AsyncIterator[Progress]:
+    async def build(self, request: LayerRequest) -> AsyncGenerator[Progress, None]:
         """Build a layer; the last line's `result` is its LayerInfo.
 
         Raises InvalidRequest at once, later LayerInvalid, BuildFailed, NoSpace.
@@ -251,7 +254,7 @@ class Images:
 
     async def import_tar(
         self, name: str, kind: str, stream: AsyncIterator[bytes], *, parents: Names | None = None, prefix: str = "/", source: str = "upload"
-    ) -> AsyncIterator[Progress]:
+    ) -> AsyncGenerator[Progress, None]:
         """Build a layer from an uploaded archive, plain or compressed, at the pace of the upload."""
         async for line in self._run(name, kind, parents or [], prefix, source, lambda work: stream, None):
             yield line
@@ -265,7 +268,7 @@ class Images:
         source: str,
         origin: Callable[[Path], Source | Path | AsyncIterator[bytes]],
         total: int | None,
-    ) -> AsyncIterator[Progress]:
+    ) -> AsyncGenerator[Progress, None]:
         check_name(name)
         if kind not in KINDS:
             raise InvalidRequest(f"layer kind {kind!r}: one of {', '.join(KINDS)}", field="kind")
@@ -277,17 +280,18 @@ class Images:
         if self._slots.locked():
             yield Progress(message="waiting for another build")
         async with self._slots:
-            with self._store.workspace() as work:
-                build = Build(work, self.tools, self.caps, prefix)
-                lines = build.run(origin(work), total)
-                try:
+            work = await asyncio.to_thread(self._store.open_workspace)
+            try:
+                build = Build(work.path, self.tools, self.caps, prefix)
+                async with contextlib.aclosing(build.run(origin(work.path), total)) as lines:
                     async for line in lines:
                         yield line
-                finally:
-                    await lines.aclose()  # type: ignore[attr-defined]
                 result = build.result
-                self._store.publish(build.image, result["digest"])
-                layer = self._catalog.add(result["digest"], name, kind, result["size"], digests, source)
+                async with self._publishing:
+                    await asyncio.to_thread(self._store.publish, build.image, result["digest"])
+                    layer = await asyncio.to_thread(self._catalog.add, result["digest"], name, kind, result["size"], digests, source)
+            finally:
+                await asyncio.shield(asyncio.to_thread(work.close))
         left_out = "".join(f"; left out: {count} {reason}" for reason, count in result["dropped"].items())
         yield Progress(
             message=f"{layer.digest} {result['entries']} entries, {layer.size >> 20} MiB{left_out}", fraction=1.0, result=_plain(layer)

@@ -11,11 +11,33 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from libdsec.errors import BuildFailed, LayerInvalid
+
+
+@dataclass
+class Workspace:
+    """One build's directory, held by a lock."""
+
+    path: Path
+    lock: int
+
+    def close(self) -> None:
+        """Remove it. Processes of a build that was killed may need a moment to go: a directory that fills up again is tried again."""
+        deadline = time.monotonic() + 5
+        try:
+            while True:
+                try:
+                    return _remove_tree(self.path)
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.02)
+        finally:
+            os.close(self.lock)
 
 
 class LayerStore:
@@ -31,17 +53,12 @@ class LayerStore:
         """Where the image of a digest is."""
         return self.root / (digest.removeprefix("sha256:") + ".erofs")
 
-    @contextmanager
-    def workspace(self) -> Iterator[Path]:
-        """A directory for one build, gone afterwards whatever happens."""
+    def open_workspace(self) -> Workspace:
+        """A directory for one build; `close` removes it with all that is in it."""
         directory = Path(tempfile.mkdtemp(prefix="build-", dir=self.tmp))
         lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield directory
-        finally:
-            _remove_tree(directory)
-            os.close(lock)
+        return Workspace(directory, lock)
 
     def sweep(self) -> list[str]:
         """Remove what dead builds left. Returns the names removed."""

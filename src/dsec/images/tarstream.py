@@ -40,7 +40,7 @@ class Caps:
     """The most a layer may hold. Bytes are uncompressed content."""
 
     bytes: int = 64 << 30
-    entries: int = 4_000_000
+    entries: int = 2_000_000
 
 
 @dataclass
@@ -363,13 +363,15 @@ def normalize(
         sink.write(encode(entry))
 
     def parents(path: bytes, given: bytes) -> None:
-        head, slash, _ = path.rpartition(b"/")
-        if not slash or seen.get(head) == DIRECTORY:
-            return
-        if head in seen:
+        missing = []
+        head = path.rpartition(b"/")[0]
+        while head not in seen:
+            missing.append(head)
+            head = head.rpartition(b"/")[0]
+        if seen[head] != DIRECTORY:
             raise LayerInvalid(f"tar entry {show(given)!r} lies below {show(head)!r}, which is not a directory")
-        parents(head, given)
-        emit(Entry(head, DIRECTORY))
+        for directory in reversed(missing):
+            emit(Entry(directory, DIRECTORY))
 
     emit(Entry(b"", DIRECTORY))
     while (entry := reader.next()) is not None:
