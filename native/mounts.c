@@ -16,6 +16,7 @@
 #include <unistd.h>
 #include "node.h"
 #include "util.h"
+#include "wire.h"
 
 // Files that tell about the host or steer it are covered by /dev/null, directories by an empty one; what must stay readable is read-only.
 static const char *const masked[] = {"kcore", "keys", "timer_list", "kpagecount", "kpagecgroup", "kpageflags", "sysrq-trigger", "kallsyms",

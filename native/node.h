@@ -80,6 +80,7 @@ int privilege_cut(const struct account *a, int all, struct fault *f); // takes t
 int filter_load(const struct sock_fprog *filter);
 extern const struct sock_fprog init_filter;
 
-// reap.c
+// reap.c: cgroups, writable layer, run directory; reap() ends a supervisor that still lives first
+int sandbox_sweep(const struct spec *spec, struct fault *f);
 int reap(const struct spec *spec, struct fault *f);
 #endif

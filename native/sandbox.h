@@ -62,7 +62,7 @@ struct entry {
   void (*run)(void *arg); void *arg;
   int keep;                                 // one more descriptor that run() may use, -1: none
 };
-// pid of the child (its pidfd in *pidfd), or -1 with f: cwd_not_found, not_found (binary), not_executable, user_not_found,
+// pid of the child (its pidfd in *pidfd), or -1 with f: cwd_not_found, permission_denied (cwd), binary_not_found, not_executable, user_not_found,
 // pids_limit, sandbox_damaged (there was a shell when the sandbox was made and now it cannot be run), no_memory, internal.
 pid_t sandbox_enter(struct sandbox *s, const struct entry *e, int *pidfd, struct fault *f);
 int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault *f); // master descriptor

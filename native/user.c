@@ -17,7 +17,7 @@ struct lines { int fd; size_t at, end, total; char data[16384]; };
 static int lines_open(struct lines *l, int root, const char *path) {
   struct stat st;
   l->at = l->end = l->total = 0;
-  l->fd = open_beneath(root, path, O_RDONLY | O_NONBLOCK | O_NOCTTY);
+  l->fd = open_inside(root, path, O_RDONLY | O_NONBLOCK | O_NOCTTY);
   if (l->fd >= 0 && (fstat(l->fd, &st) || !S_ISREG(st.st_mode))) close_fd(&l->fd);
   return l->fd < 0 ? -1 : 0;
 }

@@ -102,7 +102,7 @@ int make_dirs(const char *path, mode_t mode) {
   return mkdir(p, mode) && errno != EEXIST ? -1 : 0;
 }
 
-int open_beneath(int root, const char *path, int flags) {
+int open_inside(int root, const char *path, int flags) {
   struct open_how how = {.flags = (uint64_t)(flags | O_CLOEXEC), .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS};
   return (int)syscall(SYS_openat2, root, path, &how, sizeof how);
 }
@@ -124,7 +124,7 @@ static struct level *enter_level(struct level *up, int dir, const char *name) {
   return l;
 }
 
-int remove_tree(int dir, const char *name) {
+int remove_all(int dir, const char *name) {
   if (!unlinkat(dir, name, 0)) return 0;
   if (errno == ENOENT) return 0;
   if (errno != EISDIR && errno != EPERM) return -1;

@@ -20,8 +20,8 @@ ssize_t read_at(int dir, const char *name, char *to, size_t cap);          // NU
 int read_u64(int dir, const char *name, uint64_t *v);                      // the first number of a file
 int read_key(int dir, const char *name, const char *key, uint64_t *v);     // the number behind `key ` at a line's start
 int make_dirs(const char *path, mode_t mode);                              // mkdir -p; 0 or -1
-int open_beneath(int root, const char *path, int flags);                   // as inside `root`: .. and absolute links stay in it
-int remove_tree(int dir, const char *name);                                // rm -r, one file system, no link followed
+int open_inside(int root, const char *path, int flags);                   // as inside `root`: .. and absolute links stay in it
+int remove_all(int dir, const char *name);                                // rm -r, one file system, no link followed
 void close_fd(int *fd);
 void nap_us(unsigned us);
 uint64_t now_ns(clockid_t clock);

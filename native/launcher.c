@@ -1,0 +1,232 @@
+// The launcher's life: get ready, then answer one request a message until the edge goes away. It keeps no state about sandboxes; each
+// CREATE and REAP is a child that answers by itself.
+#include "launcher.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <getopt.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/sendfile.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include "node.h"
+#include "util.h"
+#include "wire.h"
+
+#define CONTROL 3
+#define FILTER_MAX 4096                // instructions, the kernel's own limit
+#ifndef MFD_EXEC
+#define MFD_EXEC 0x10u                 // Linux 6.3
+#endif
+#define SEALS (F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)
+
+struct node node = {.control = CONTROL, .host_ns = -1, .own_ns = -1, .init_fd = -1, .v2 = -1, .medium = -1, .qgroups = -1};
+extern const char init_start[], init_end[];
+
+static uint8_t request[sizeof(struct frame) + WIRE_MAX];
+static uint8_t reply[4096];
+static struct order order;
+static struct sandbox sandbox;
+
+// ---- getting ready ----------------------------------------------------------------------------------------------------------------------
+
+static int program_memfd(const char *name) {
+  int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_EXEC);
+  return fd < 0 && errno == EINVAL ? memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING) : fd;
+}
+
+// From a sealed copy in memory: whoever gets hold of /proc/<pid>/exe from inside a sandbox cannot write to it.
+static int run_sealed(char **argv, struct fault *f) {
+  struct stat st;
+  int self = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+  if (self < 0 || fstat(self, &st)) return fault_host(f, errno, "open /proc/self/exe");
+  int seals = fcntl(self, F_GET_SEALS);
+  if (seals >= 0 && (seals & SEALS) == SEALS) { close(self); return 0; }
+  int copy = program_memfd("aether");
+  if (copy < 0) return fault_host(f, errno, "make a copy of the program in memory");
+  for (off_t at = 0; at < st.st_size;)
+    if (sendfile(copy, self, &at, (size_t)(st.st_size - at)) <= 0) return fault_host(f, errno, "copy the program into memory");
+  if (fchmod(copy, 0500) || fcntl(copy, F_ADD_SEALS, SEALS)) return fault_host(f, errno, "seal the program in memory");
+  extern char **environ;
+  fexecve(copy, argv, environ);
+  return fault_host(f, errno, "run the program from memory");
+}
+
+static int make_init(struct fault *f) {
+  size_t n = (size_t)(init_end - init_start);
+  node.init_fd = program_memfd("init");
+  if (node.init_fd < 0 || write(node.init_fd, init_start, n) != (ssize_t)n || fchmod(node.init_fd, 0555) || fcntl(node.init_fd, F_ADD_SEALS, SEALS))
+    return fault_host(f, errno, "make the program of PID 1");
+  // a descriptor for reading only: one open for writing would refuse the exec
+  char path[64];
+  snprintf(path, sizeof path, "/proc/self/fd/%d", node.init_fd);
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return fault_host(f, errno, "open the program of PID 1");
+  close(node.init_fd);
+  node.init_fd = fd;
+  return 0;
+}
+
+static int read_filter(const char *path, struct fault *f) {
+  static struct sock_filter code[FILTER_MAX];
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  struct stat st;
+  if (fd < 0 || fstat(fd, &st)) return fault_set(f, "internal", errno, "open the seccomp filter %s", path);
+  size_t n = (size_t)st.st_size;
+  int bad = !n || n > sizeof code || n % sizeof *code || read(fd, code, n) != (ssize_t)n;
+  close(fd);
+  if (bad) return fault_set(f, "internal", 0, "%s is not a raw seccomp filter of at most %d instructions", path, FILTER_MAX);
+  node.filter = (struct sock_fprog){(unsigned short)(n / sizeof *code), code};
+  return 0;
+}
+
+static int null_streams(struct fault *f) {
+  int fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+  int bad = fd < 0 || dup2(fd, 0) < 0 || dup2(fd, 1) < 0 || (fcntl(2, F_GETFD) < 0 && dup2(fd, 2) < 0);
+  if (fd > 3) close(fd);
+  return bad ? fault_host(f, errno, "open /dev/null") : 0;
+}
+
+static int prepare(const char *filter, pid_t join, char **argv, struct fault *f) {
+  struct rlimit files;
+  if (run_sealed(argv, f) || prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)) return fault_host(f, errno, "become undumpable");
+  prctl(PR_SET_NAME, "aether", 0, 0, 0);
+  if (!getrlimit(RLIMIT_NOFILE, &files)) {
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+  }
+  if (null_streams(f) || make_init(f) || read_filter(filter, f) || cgroup_open(f)) return -1;
+  if ((node.host_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the mount namespace");
+  if (join ? root_join(join, f) : root_make(f)) return -1;
+  if ((node.own_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the mount namespace");
+  node.masks = masks_present();
+  if (join) medium_open();             // absent when the earlier launcher had none
+  fcntl(CONTROL, F_SETFD, FD_CLOEXEC);
+  signal(SIGCHLD, SIG_IGN);
+  signal(SIGPIPE, SIG_IGN);
+  return 0;
+}
+
+// ---- answering ----------------------------------------------------------------------------------------------------------------------------
+
+static int answer(uint8_t type, uint32_t number, const struct fault *f) {
+  struct buf b = {.data = reply, .cap = sizeof reply};
+  frame_begin(&b, type, 0, number);
+  if (type == F_ERROR) {
+    frame_text(&b, T_CODE, f->code);
+    frame_text(&b, T_MESSAGE, f->message);
+    frame_u64(&b, T_ERRNO, (uint64_t)f->err);
+  }
+  return frame_send(CONTROL, &b);
+}
+
+static void create(uint32_t number, struct fault *f) __attribute__((noreturn));
+static void create(uint32_t number, struct fault *f) {
+  signal(SIGCHLD, SIG_DFL);
+  setsid();
+  close_fd(&node.host_ns);
+  close_fd(&node.own_ns);
+  if (spec_check(&order.spec, node.cgroup, 1, f) || sandbox_create(&sandbox, &order.spec, f)) {
+    answer(F_ERROR, number, f);
+    _exit(1);
+  }
+  struct buf b = {.data = reply, .cap = sizeof reply};
+  frame_begin(&b, F_READY, 0, number);
+  frame_text(&b, T_ID, sandbox.spec.id);
+  frame_u64(&b, T_PID, (uint64_t)getpid());
+  frame_u64(&b, T_INIT_PID, (uint64_t)sandbox.init);
+  if (frame_send(CONTROL, &b)) {       // the edge is gone and will never know of this one
+    sandbox_kill(&sandbox);
+    sandbox_remove(&sandbox);
+    _exit(1);
+  }
+  close(CONTROL);
+  close_fd(&node.init_fd);
+  aether_main(&sandbox);
+}
+
+static void disk_usage(uint32_t number) {
+  struct statfs st = {0};
+  if (node.medium >= 0) fstatfs(node.medium, &st);
+  struct buf b = {.data = reply, .cap = sizeof reply};
+  uint64_t block = (uint64_t)st.f_bsize;
+  frame_begin(&b, F_STATUS, 0, number);
+  frame_u64(&b, T_SIZE, st.f_blocks * block);
+  frame_u64(&b, T_DISK_USED, (st.f_blocks - st.f_bfree) * block);
+  frame_u64(&b, T_BYTES, st.f_bavail * block);           // free
+  frame_send(CONTROL, &b);
+}
+
+static void serve(const struct frame *h, size_t size) {
+  struct fault f = {0};
+  int bad = order_read(&order, h, request + sizeof *h, size, &f);
+  if (!bad && (h->type == F_CREATE || h->type == F_REAP)) {
+    pid_t pid = fork();
+    if (pid > 0) return;               // the child answers
+    if (!pid && h->type == F_CREATE) create(h->request, &f);
+    if (!pid) {
+      bad = spec_check(&order.spec, node.cgroup, 0, &f) || reap(&order.spec, &f);
+      answer(bad ? F_ERROR : F_OK, h->request, &f);
+      _exit(0);
+    }
+    bad = fault_host(&f, errno, "start a process");
+  } else if (!bad) {
+    switch (h->type) {
+      case F_MOUNT_LAYER: bad = layer_mount(order.name, order.path, &f); break;
+      case F_UMOUNT_LAYER: bad = layer_umount(order.name, &f); break;
+      case F_MOUNT_MEDIUM: bad = medium_mount(order.path, order.bytes, order.name, order.keep, order.nkeep, &f); break;
+      case F_DISK_USAGE: disk_usage(h->request); return;
+      default: bad = fault_set(&f, "wire_field", 0, "the launcher knows no request of type %u", h->type);
+    }
+  }
+  answer(bad ? F_ERROR : F_OK, h->request, &f);
+}
+
+static int loop(void) {
+  for (;;) {
+    struct frame h;
+    ssize_t n = recv(CONTROL, request, sizeof request, 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return 0;              // the edge is gone; sandboxes live on
+    if ((size_t)n >= sizeof h) memcpy(&h, request, sizeof h);
+    if ((size_t)n < sizeof h || h.zero || h.length != (size_t)n - sizeof h.length) {
+      fprintf(stderr, "launcher: a malformed message of %zd bytes on the control socket\n", n);
+      return 1;
+    }
+    serve(&h, (size_t)n - sizeof h);
+  }
+}
+
+int launcher_main(int argc, char **argv) {
+  static const struct option options[] = {{"run", 1, NULL, 'r'}, {"state", 1, NULL, 's'}, {"cgroup", 1, NULL, 'c'},
+                                          {"seccomp", 1, NULL, 'f'}, {"join", 1, NULL, 'j'}, {0}};
+  const char *filter = NULL;
+  pid_t join = 0;
+  optind = 2;
+  for (int o; (o = getopt_long(argc, argv, "", options, NULL)) > 0;) switch (o) {
+    case 'r': node.run = optarg; break;
+    case 's': node.state = optarg; break;
+    case 'c': node.cgroup = optarg; break;
+    case 'f': filter = optarg; break;
+    case 'j': join = (pid_t)atoi(optarg); break;
+    default: return 2;
+  }
+  if (!node.run || *node.run != '/' || !node.state || *node.state != '/' || !node.cgroup || !*node.cgroup || strchr(node.cgroup, '/') || !filter || optind < argc) {
+    fprintf(stderr, "launcher: --run DIR --state DIR (absolute), --cgroup NAME and --seccomp FILE are needed\n");
+    return 2;
+  }
+  struct fault f = {0};
+  if (prepare(filter, join, argv, &f)) {
+    fprintf(stderr, "launcher: %s\n", f.message);
+    answer(F_ERROR, 0, &f);
+    return 1;
+  }
+  return loop();
+}

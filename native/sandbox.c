@@ -1,0 +1,221 @@
+// One sandbox from the supervisor's side: making it, killing it, removing it, measuring it.
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <termios.h>
+#include <unistd.h>
+#include "node.h"
+#include "util.h"
+#include "wire.h"
+
+#define SETUP_MS 20000                 // a setup that takes longer has met a stuck file system
+
+static struct box box;                 // one sandbox a process
+
+// First of all, so that whoever has to clean up later can find this process by its socket.
+static int listen_first(struct sandbox *s, struct fault *f) {
+  struct sockaddr_un a = {.sun_family = AF_UNIX};
+  if (make_dirs(s->spec.run_dir, 0700) || make_dirs(s->spec.state_dir, 0700))
+    return fault_host(f, errno, "make the directories %s and %s", s->spec.run_dir, s->spec.state_dir);
+  if (snprintf(a.sun_path, sizeof a.sun_path, "%s/aether.sock", s->spec.run_dir) >= (int)sizeof a.sun_path)
+    return fault_set(f, "invalid_request", ENAMETOOLONG, "the path of the socket in %s", s->spec.run_dir);
+  s->listen_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  mode_t mask = umask(0177);
+  int bad = s->listen_fd < 0 || bind(s->listen_fd, (struct sockaddr *)&a, sizeof a) || listen(s->listen_fd, 4096);
+  int err = errno;
+  umask(mask);
+  return bad ? fault_host(f, err, "listen on %s", a.sun_path) : 0;
+}
+
+static int make_devpts(const struct sandbox *s, struct fault *f) {
+  char gid[16];
+  snprintf(gid, sizeof gid, "%u", s->spec.uid_base + 5);
+  const char *const options[] = {"newinstance", NULL, "ptmxmode", "0666", "mode", "0620", "gid", gid, NULL};
+  box.devpts = fs_mount("devpts", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC);
+  return box.devpts < 0 ? fault_host(f, errno, "make the terminals of %s", s->spec.id) : 0;
+}
+
+// One message of the setup process, or EOF. 1: message, 0: EOF, -1: it failed, f says how.
+static int hear(int pipe, struct sandbox *s, struct fault *f) {
+  struct fault said;
+  struct pollfd p = {.fd = pipe, .events = POLLIN};
+  int ready;
+  do ready = poll(&p, 1, SETUP_MS);
+  while (ready < 0 && errno == EINTR);
+  ssize_t n = ready > 0 ? read(pipe, &said, sizeof said) : -1;
+  if (n == 0) return 0;
+  if (n != sizeof said) return fault_set(f, "internal", 0, "the setup of %s did not end within %d s", s->spec.id, SETUP_MS / 1000);
+  if (said.code) { *f = said; return -1; }
+  return 1;
+}
+
+static void identify(const char *path, uint64_t *dev, uint64_t *ino, int *executable) {
+  struct stat st;
+  int fd = open_inside(box.root, path, O_PATH);
+  *dev = *ino = 0;
+  *executable = 0;
+  if (fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode)) {
+    *dev = st.st_dev;
+    *ino = st.st_ino;
+    *executable = (st.st_mode & 0111) != 0;
+  }
+  close_fd(&fd);
+}
+
+// What the new root must have, looked at from outside.
+static int inspect_root(struct sandbox *s, struct fault *f) {
+  char path[64];
+  struct stat st;
+  struct account a;
+  int unused;
+  snprintf(path, sizeof path, "/proc/%d/root", s->init);
+  if ((box.root = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the root of %s", s->spec.id);
+  box.null = open_inside(box.root, "dev/null", O_RDWR | O_NOCTTY);
+  if (box.null < 0 || fstat(box.null, &st) || !S_ISCHR(st.st_mode) || st.st_rdev != makedev(1, 3))
+    return fault_host(f, errno, "open /dev/null of %s", s->spec.id);
+  int dir = open_inside(box.root, s->spec.workdir, O_PATH | O_DIRECTORY);
+  if (dir < 0) return fault_set(f, "cwd_not_found", errno, "the working directory %.120s", s->spec.workdir);
+  close(dir);
+  if (account_find(box.root, s->spec.user, s->userns_fd >= 0, &a, f)) return -1;
+  identify("bin/sh", &s->shell_dev, &s->shell_ino, &s->has_shell);
+  identify("bin/bash", &s->bash_dev, &s->bash_ino, &unused);
+  return 0;
+}
+
+static int start_init(struct sandbox *s, struct fault *f) {
+  int status[2];
+  if (pipe2(status, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
+  struct clone_args a = {.flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_PIDFD | CLONE_INTO_CGROUP,
+                         .pidfd = (uint64_t)(uintptr_t)&s->init_fd, .exit_signal = SIGCHLD, .cgroup = (uint64_t)(unsigned)s->cgroup_fd};
+  pid_t pid = sys_clone3(&a);
+  if (!pid) {
+    struct setup u = {.s = s, .status = status[1], .dev = -1};
+    setup_child(&u);
+  }
+  int err = errno;
+  close(status[1]);
+  if (pid < 0) {
+    s->init_fd = -1;
+    close(status[0]);
+    return fault_host(f, err, "make the namespaces of %s", s->spec.id);
+  }
+  s->init = pid;
+  int heard = hear(status[0], s, f);
+  if (heard > 0 && inspect_root(s, f)) heard = -1;
+  while (heard > 0) heard = hear(status[0], s, f);
+  close(status[0]);
+  if (heard < 0) return -1;
+  // EOF comes from the exec, or from a death on the way
+  struct pollfd dead = {.fd = s->init_fd, .events = POLLIN};
+  if (poll(&dead, 1, 0) > 0) return fault_set(f, "internal", 0, "PID 1 of %s died while it was made", s->spec.id);
+  return 0;
+}
+
+int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f) {
+  *s = (struct sandbox){.spec = *spec, .init_fd = -1, .listen_fd = -1, .userns_fd = -1, .hostpid_fd = -1, .cgroup_fd = -1, .oom_fd = -1,
+                        .devpts_fd = -1, .box = &box};
+  box = (struct box){.volume = -1, .devpts = -1, .root = -1, .null = -1};
+  for (int i = 0; i < CG_COUNT; i++) box.v1[i] = box.join[i] = -1;
+  if (!s->spec.userns) s->spec.uid_base = 0;
+  for (int i = 0; i < spec->nlayers; i++)
+    if (!layer_mounted(spec->layers[i])) return fault_set(f, "layer_not_found", 0, "layer %.100s is not mounted on this node", spec->layers[i]);
+  // an id that is in use must not be undone
+  char path[4200];
+  snprintf(path, sizeof path, "%s/aether.sock", spec->run_dir);
+  if (!access(path, F_OK)) return fault_set(f, "internal", EEXIST, "the sandbox id %s is in use: %s", spec->id, path);
+  if (listen_first(s, f) || cgroup_make(s, f) || (spec->medium == MEDIUM_BTRFS && medium_make(s, f)) || netns_make(f) ||
+      (spec->userns && (s->userns_fd = userns_make(spec->uid_base, f)) < 0) || make_devpts(s, f) || start_init(s, f))
+    goto undo;
+  s->devpts_fd = box.devpts;
+  s->hostpid_fd = open("/proc/self/ns/pid", O_RDONLY | O_CLOEXEC);
+  if (s->hostpid_fd < 0 || setns(s->init_fd, CLONE_NEWPID)) {
+    fault_host(f, errno, "hold the pid namespaces of %s", s->spec.id);
+    goto undo;
+  }
+  box.pid_ns_inside = 1;
+  return 0;
+undo:
+  sandbox_kill(s);
+  sandbox_remove(s);
+  return -1;
+}
+
+void sandbox_kill(struct sandbox *s) {
+  if (s->cgroup_fd >= 0) cgroup_kill(s->cgroup_fd);
+  if (s->init_fd < 0) return;
+  sys_pidfd_kill(s->init_fd, SIGKILL); // a half-made one may be outside the group
+  // PID 1 does not end before everybody in its pid namespace was reaped; our children there that nobody waits for any more are reaped here
+  struct pollfd p = {.fd = s->init_fd, .events = POLLIN};
+  while (poll(&p, 1, 50) <= 0) {
+    siginfo_t info;
+    while (!waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) && info.si_pid && info.si_pid != s->init && waitpid(info.si_pid, NULL, 0) > 0)
+      info.si_pid = 0;
+  }
+  while (waitpid(s->init, NULL, 0) < 0 && errno == EINTR) {}
+  close_fd(&s->init_fd);
+}
+
+void sandbox_remove(struct sandbox *s) {
+  struct fault ignored = {0};
+  struct spec spec = s->spec;
+  // what we hold open pins the layer and the groups
+  close_fd(&box.root);
+  close_fd(&box.null);
+  close_fd(&box.volume);
+  close_fd(&box.devpts);
+  close_fd(&s->userns_fd);
+  close_fd(&s->oom_fd);
+  close_fd(&s->cgroup_fd);
+  for (int i = 0; i < CG_COUNT; i++) {
+    close_fd(&box.join[i]);
+    close_fd(&box.v1[i]);
+  }
+  s->devpts_fd = -1;
+  close_fd(&s->listen_fd);
+  sandbox_sweep(&spec, &ignored);
+}
+
+void sandbox_usage(struct sandbox *s, struct usage *u) {
+  int full;
+  *u = (struct usage){0};
+  cgroup_usage(s, u);
+  medium_usage(s, &u->disk, &full);
+}
+
+int sandbox_disk_full(struct sandbox *s) {
+  uint64_t used;
+  int full;
+  medium_usage(s, &used, &full);
+  return full;
+}
+
+int sandbox_shell_replaced(struct sandbox *s) {
+  uint64_t dev, ino;
+  int executable;
+  identify("bin/sh", &dev, &ino, &executable);
+  if (dev != s->shell_dev || ino != s->shell_ino || executable != s->has_shell) return 1;
+  identify("bin/bash", &dev, &ino, &executable);
+  return dev != s->bash_dev || ino != s->bash_ino || (dev && !executable);
+}
+
+int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault *f) {
+  *f = (struct fault){0};
+  struct winsize size = {.ws_row = (unsigned short)rows, .ws_col = (unsigned short)cols};
+  int unlock = 0, master = openat(s->devpts_fd, "ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC);
+  *slave = -1;
+  if (master < 0 || ioctl(master, TIOCSPTLCK, &unlock) || (*slave = ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC)) < 0 ||
+      ioctl(master, TIOCSWINSZ, &size)) {
+    fault_host(f, errno, "open a terminal in %s", s->spec.id);
+    close_fd(slave);
+    close_fd(&master);
+  }
+  return master;
+}
