@@ -1,8 +1,8 @@
 """Editing tests: taking the hidden ones out of what an agent may see, and making controls, tests that must fail.
 
 A control is a copy of a hidden test with one expectation changed, so that correct code fails it. Code under test that makes every test
-pass (a patched runner, an object equal to everything, invented report lines) passes its controls too and is found out. Test and control have the same
-names and run in one process in random order; which is which can only be known by knowing the right answer.
+pass (a patched runner, an object equal to everything, invented report lines) passes its controls too and is found out. Test and control
+have the same names and run in one process in random order; which is which can only be known by knowing the right answer.
 """
 from __future__ import annotations
 

@@ -37,8 +37,9 @@ def main() -> int:
                 outcomes[report.nodeid] = "error"
 
     os.chdir(order["root"])
-    options = ["-q", "-c", "/dev/null", f"--rootdir={order['root']}", "--import-mode=importlib", "--noconftest", "--tb=line", "-W", "ignore"]
-    pytest.main([*options, "-p", "no:cacheprovider", "-p", "no:doctest", *order["tests"]], plugins=[Recorder()])
+    options = ["-q", "-c", "/dev/null", f"--rootdir={order['root']}", "--import-mode=importlib", "--noconftest", "--tb=line"]
+    options += ["-W", "ignore", "-p", "no:cacheprovider", "-p", "no:doctest"]
+    pytest.main([*options, *order["tests"]], plugins=[Recorder()])
     for node, outcome in outcomes.items():
         out.write(json.dumps({"token": order["token"], "id": node, "outcome": outcome}) + "\n")
     out.write(json.dumps({"token": order["token"], "done": len(outcomes)}) + "\n")

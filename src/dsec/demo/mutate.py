@@ -86,11 +86,14 @@ def _functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDe
 
 
 def _body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.expr | ast.stmt]:
-    for statement in function.body:
-        for node in ast.walk(statement):
-            # what stands inside an f-string has no reliable position before Python 3.12
-            if isinstance(node, ast.expr | ast.stmt) and not _has_fstring(node):
-                yield node
+    stack: list[ast.AST] = [*function.body]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.JoinedStr):
+            continue  # what stands inside an f-string has no reliable position before Python 3.12
+        stack.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.expr | ast.stmt) and not _has_fstring(node):
+            yield node
 
 
 def _has_fstring(node: ast.AST) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import os
 import sys
 import tarfile
 import zipfile
@@ -90,7 +91,7 @@ async def fetch_all(cache: Path) -> tuple[list[Project], dict[str, bytes]]:
 
     Raises SetupFailed when pip fails or a file does not have its sha256.
     """
-    cache.mkdir(parents=True, exist_ok=True)
+    os.makedirs(cache, exist_ok=True)
     wanted = [(recipe.pin, True) for recipe in RECIPES] + [(pin, False) for pin in RUNNER]
     archives = await asyncio.gather(*(_archive(cache, pin, source) for pin, source in wanted))
     projects = [_project(recipe, archive) for recipe, archive in zip(RECIPES, archives, strict=False)]
