@@ -19,7 +19,7 @@ class DSecError(Exception):
 
 
 def _error(name: str, code: str, status: int, doc: str, *bases: type, retryable: bool = False) -> type[DSecError]:
-    cls = type(name, (*bases, DSecError) if bases else (DSecError,), {"code": code, "status": status, "retryable": retryable, "__doc__": doc})
+    cls = type(name, (DSecError, *bases), {"code": code, "status": status, "retryable": retryable, "__doc__": doc})
     CODES[code] = cls
     return cls
 
