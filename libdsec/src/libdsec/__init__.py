@@ -1,0 +1,24 @@
+"""The client SDK of dsec.
+
+    async with DSecClient() as client:
+        box = await client.run_container(DSecContainerRunArgs(container_image="base"))
+        async with box:
+            result = await box.run_shell("echo hello")
+            print(result.stdout_text, result.exit_code)
+
+`SyncDSecClient` is the same without `async`. Errors are in `libdsec.errors`.
+"""
+from __future__ import annotations
+
+from libdsec import errors
+from libdsec.args import DSecContainerRunArgs
+from libdsec.client import VERSION as __version__
+from libdsec.client import DSecClient
+from libdsec.command import Command
+from libdsec.errors import DSecError
+from libdsec.files import Files
+from libdsec.result import Event, ExecResult, Exit, Gap, Stderr, Stdout
+from libdsec.sandbox import Sandbox, Session
+from libdsec.stream import CommandStream
+from libdsec.wire import Cause, Ending, Health, State
+

@@ -31,7 +31,7 @@ class Reply(msgspec.Struct, kw_only=True):
     """A reply body; a client ignores fields that a newer server added."""
 
 
-class Ending(str, enum.Enum):
+class Ending(enum.StrEnum):
     """How a command ended."""
 
     RUNNING = "running"
@@ -45,7 +45,7 @@ class Ending(str, enum.Enum):
     OUTPUT_LIMIT = "output_limit"
 
 
-class Cause(str, enum.Enum):
+class Cause(enum.StrEnum):
     """Why a sandbox ended."""
 
     STOPPED = "stopped"
@@ -56,7 +56,7 @@ class Cause(str, enum.Enum):
     INFRA_LOST = "infra_lost"
 
 
-class State(str, enum.Enum):
+class State(enum.StrEnum):
     """State of a sandbox."""
 
     CREATING = "creating"
@@ -64,7 +64,7 @@ class State(str, enum.Enum):
     ENDED = "ended"
 
 
-class Health(str, enum.Enum):
+class Health(enum.StrEnum):
     """What the sandbox did to itself: `damaged` when its shell or PID 1's world was broken or replaced from inside."""
 
     OK = "ok"
@@ -83,7 +83,7 @@ class Limits(Model):
 
 
 class SandboxSpec(Model):
-    """What to create. `image` is an environment `name[:tag]`, a layer name, or a digest `sha256:...`; or `layers` names them, base first."""
+    """What to create. `image`: an environment `name[:tag]`, a layer name or a digest `sha256:...`; or `layers` names layers, base first."""
 
     image: str | None = None
     layers: list[str] | None = None
@@ -144,8 +144,8 @@ class BatchItem(Reply):
 class LeaseRequest(Model):
     """Change lifetimes. Absent: unchanged; null: never."""
 
-    max_lifetime: float | None | msgspec.UnsetType = msgspec.UNSET  # seconds from now
-    idle_timeout: float | None | msgspec.UnsetType = msgspec.UNSET
+    max_lifetime: float | msgspec.UnsetType | None = msgspec.UNSET  # seconds from now
+    idle_timeout: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ExecSpec(Model):
@@ -259,6 +259,8 @@ class FileInfo(Reply):
     group: str
     mtime: float
     target: str | None = None
+    raw_path: bytes | None = None  # the exact path, where it is not UTF-8; `name` and `path` then show U+FFFD
+    raw_target: bytes | None = None
 
 
 class MoveRequest(Model):

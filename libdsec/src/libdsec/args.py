@@ -1,0 +1,56 @@
+"""What to run: the arguments of `run_container`."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from libdsec.wire import Limits, SandboxSpec
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class DSecContainerRunArgs:
+    """A container to create. None: the node's default, except for the two lifetimes, where it means never.
+
+    `container_image` is an environment `name[:tag]`, a layer name or a digest `sha256:...`; or `layers` names layers, base first.
+    """
+
+    container_image: str | None = None
+    memory_limit_mb: int | None = 4096
+    cpu_cores_limit: float | None = 4
+    ttl_running_stop: float | None = 300  # idle timeout: seconds without a running command, an attached stream or a request; None: never
+    network_rules: Mapping[str, bool] | None = None  # None: no network but loopback
+    init_user: str | None = "root"  # None: the image's USER
+    max_lifetime: float | None = None  # seconds after creation; None: never
+    disk_mb: int | None = None
+    pids: int | None = None
+    open_files: int | None = None
+    output_bytes: int | None = None  # per stream of a command: this much of head and this much of tail are kept
+    env: Mapping[str, str] | None = None
+    workdir: str | None = None
+    labels: Mapping[str, str] | None = None
+    name: str | None = None
+    hostname: str | None = None
+    layers: Sequence[str] | None = None
+    disk: str = "default"  # "memory": the writable layer is a tmpfs, charged to the memory limit
+
+    def spec(self) -> SandboxSpec:
+        """The wire form."""
+        return SandboxSpec(
+            image=self.container_image,
+            layers=list(self.layers) if self.layers is not None else None,
+            backend="container",
+            limits=Limits(
+                memory_mb=self.memory_limit_mb, cpu_cores=self.cpu_cores_limit, disk_mb=self.disk_mb, pids=self.pids,
+                open_files=self.open_files, output_bytes=self.output_bytes,
+            ),
+            disk=self.disk,
+            max_lifetime=self.max_lifetime,
+            idle_timeout=self.ttl_running_stop,
+            network_rules=dict(self.network_rules or {}),
+            user=self.init_user,
+            workdir=self.workdir,
+            env=dict(self.env or {}),
+            labels=dict(self.labels or {}),
+            name=self.name,
+            hostname=self.hostname,
+        )  # fmt: skip

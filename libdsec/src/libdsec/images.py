@@ -1,0 +1,143 @@
+"""Layers and environments of a node."""
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from libdsec import tars
+from libdsec.api import SEND_MSGPACK, encode, path, query
+from libdsec.errors import BuildFailed, ConnectionFailed, StreamLost, from_body
+from libdsec.files import Source, as_stream
+from libdsec.http import Response
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, LayerRequest, Progress
+
+if TYPE_CHECKING:
+    from libdsec.api import Api
+
+OnProgress = Callable[[Progress], None]
+LayerInfos = list[LayerInfo]
+EnvironmentInfos = list[EnvironmentInfo]
+
+_layers = msgspec.msgpack.Decoder(list[LayerInfo]).decode
+_environments = msgspec.msgpack.Decoder(list[EnvironmentInfo]).decode
+_progress = msgspec.json.Decoder(Progress).decode
+_LINES = "application/x-ndjson"
+_SILENCE = 60.0  # the server sends an empty line long before
+_LINE_MAX = 1 << 20
+
+
+class Layers:
+    """Read-only, content-addressed layers."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def list(self) -> LayerInfos:
+        """All of them, newest first."""
+        return _layers((await self._api.exchange("GET", "/v1/layers"))[1])
+
+    async def get(self, ref: str) -> LayerInfo:
+        """One, by name or digest."""
+        return await self._api.call("GET", path("layers", ref), LayerInfo)
+
+    async def remove(self, ref: str) -> LayerInfo:
+        """Remove a name, and with its last name the layer. LayerInUse names what still needs it."""
+        return await self._api.call("DELETE", path("layers", ref), LayerInfo)
+
+    async def build(
+        self, name: str, *, kind: str = "base", debian: str | None = None, include: Sequence[str] = (), directory: str | None = None,
+        tar: str | None = None, parents: Sequence[str] = (), prefix: str = "/", on_progress: OnProgress | None = None,
+    ) -> LayerInfo:
+        """Build a layer on the node: from a Debian suite with the packages `include`, or from a directory or tar file of the node.
+
+        `prefix`: where the content of `directory` or `tar` is put inside the layer.
+        """
+        body = LayerRequest(
+            name=name, kind=kind, debian=debian, include=list(include), directory=directory, tar=tar, parents=list(parents), prefix=prefix
+        )
+        headers = {**SEND_MSGPACK, "accept": _LINES}
+        response = await self._api.open("POST", "/v1/layers", body=encode(body), headers=headers, idle_timeout=_SILENCE)
+        return await _follow(response, on_progress)
+
+    async def upload(
+        self, name: str, source: Source | str | os.PathLike[str], *, kind: str = "workspace", parents: Sequence[str] = (), prefix: str = "/",
+        exclude: Sequence[str] = (), on_progress: OnProgress | None = None,
+    ) -> LayerInfo:
+        """Make a layer of an archive (tar, plain or compressed) of this machine: a file, a directory, an iterable of bytes, or an open file.
+
+        `exclude`: patterns of names that are left out of a directory.
+        """
+        if isinstance(source, (str, os.PathLike)):
+            local = os.fspath(source)
+            if os.path.isdir(local):
+                return await self._send(name, tars.pack(local, exclude), kind, parents, prefix, on_progress)
+            with open(local, "rb") as file:
+                return await self._send(name, file, kind, parents, prefix, on_progress)
+        return await self._send(name, source, kind, parents, prefix, on_progress)
+
+    async def _send(
+        self, name: str, source: Source, kind: str, parents: Sequence[str], prefix: str, on_progress: OnProgress | None
+    ) -> LayerInfo:
+        target = "/v1/layers" + query({"name": name, "kind": kind, "parent": list(parents), "prefix": prefix})
+        headers = {"content-type": "application/x-tar", "accept": _LINES}
+        response = await self._api.open("PUT", target, body=as_stream(source), headers=headers, timeout=None, idle_timeout=_SILENCE)
+        return await _follow(response, on_progress)
+
+
+class Environments:
+    """Named environments: ordered layers with ENV, USER and WORKDIR."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def list(self) -> EnvironmentInfos:
+        """All of them, by name."""
+        return _environments((await self._api.exchange("GET", "/v1/environments"))[1])
+
+    async def get(self, name: str) -> EnvironmentInfo:
+        """One, by `name[:tag]`."""
+        return await self._api.call("GET", path("environments", name), EnvironmentInfo)
+
+    async def put(
+        self, name: str, layers: Sequence[str], *, env: Mapping[str, str] | None = None, user: str = "root", workdir: str = "/"
+    ) -> EnvironmentInfo:
+        """Bind `name[:tag]` to layers, base first; their names become digests now."""
+        body = EnvironmentSpec(layers=list(layers), env=dict(env or {}), user=user, workdir=workdir)
+        return await self._api.call("PUT", path("environments", name), EnvironmentInfo, body=body, safe=True)
+
+    async def remove(self, name: str) -> None:
+        """Forget the name. Layers and sandboxes stay."""
+        await self._api.exchange("DELETE", path("environments", name))
+
+
+async def _lines(response: Response) -> AsyncIterator[Progress]:
+    rest = b""
+    try:
+        while part := await response.chunk():
+            *lines, rest = (rest + part).split(b"\n")
+            if len(rest) > _LINE_MAX:
+                raise ConnectionFailed("the server's reply cannot be understood: a line without an end", sent=True)
+            for line in lines:
+                if line.strip():
+                    yield _progress(line)
+    except (ConnectionFailed, msgspec.DecodeError) as error:
+        raise StreamLost(f"the build's progress broke off ({error}); the build was given up or goes on, see the list of layers") from error
+    finally:
+        await response.aclose()
+
+
+async def _follow(response: Response, on_progress: OnProgress | None) -> LayerInfo:
+    result: LayerInfo | None = None
+    async for line in _lines(response):
+        if line.error is not None:
+            raise from_body(line.error.code, line.error.message, line.error.details)
+        if on_progress is not None:
+            on_progress(line)
+        if line.result is not None:
+            result = msgspec.convert(line.result, LayerInfo)
+    if result is None:
+        raise BuildFailed("the build ended without a result")
+    return result

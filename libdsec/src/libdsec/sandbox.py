@@ -1,0 +1,243 @@
+"""A sandbox: run commands, move files, hold sessions, end it."""
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from libdsec.api import path
+from libdsec.command import Command, make_spec, run, start
+from libdsec.errors import InvalidRequest, SandboxEnded, SessionBusy, SessionExists, SessionNotFound
+from libdsec.files import Files
+from libdsec.result import ExecResult
+from libdsec.stream import Callback, CommandStream
+from libdsec.wire import CommandInfo, LeaseRequest, PtySize, SandboxInfo, SessionInfo, SessionSpec, Usage
+
+if TYPE_CHECKING:
+    from libdsec.api import Api
+
+_commands = msgspec.msgpack.Decoder(list[CommandInfo]).decode
+_sessions = msgspec.msgpack.Decoder(list[SessionInfo]).decode
+_KEEP = msgspec.UNSET
+
+
+class Sandbox:
+    """One sandbox. `info` is what was last known of it; `files` is its file system.
+
+    Commands run independently of each other, of the client and of its connection: cancelling a call, or losing the connection, does not end a
+    command. Its `timeout` does (seconds; None: none), with everything that it started.
+    """
+
+    def __init__(self, api: Api, info: SandboxInfo) -> None:
+        self._api = api
+        self._path = path("sandboxes", info.id)
+        self.info = info
+        self.id = info.id
+        self.files = Files(api, info.id)
+
+    def __repr__(self) -> str:
+        return f"<Sandbox {self.id} {self.info.state.value}>"
+
+    async def __aenter__(self) -> Sandbox:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.stop()
+
+    # commands -------------------------------------------------------------------------------------------------------------------
+    async def exec(
+        self, argv: Sequence[str], *, timeout: float | None = None, cwd: str | None = None, env: Mapping[str, str] | None = None,
+        user: str | None = None, stdin: bytes | str | None = None, merge: bool = False, stop_at: Sequence[str] = (),
+        output_bytes: int | None = None, check: bool = False, on_stdout: Callback | None = None, on_stderr: Callback | None = None,
+        id: str | None = None,
+    ) -> ExecResult:
+        """Run a program, without a shell, to its end.
+
+        `stdin`: its whole input (None: /dev/null). `merge`: stderr into stdout, in order. `stop_at`: end it at a limit, "output" or "disk".
+        `check`: CommandFailed unless it exits with 0. `on_stdout`, `on_stderr`: get the output as text while it runs; the command waits for
+        them. A command that cannot start raises: BinaryNotFound, NotExecutable, CwdNotFound, UserNotFound, SandboxDamaged and so on.
+        """
+        spec, late = make_spec(
+            argv, None, id=id, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, merge=merge, stop_at=stop_at, output_bytes=output_bytes
+        )
+        result = await run(self._api, self.id, spec, late, on_stdout, on_stderr)
+        return result.raise_for_ending() if check else result
+
+    async def run_shell(
+        self, text: str, *, timeout: float | None = None, cwd: str | None = None, env: Mapping[str, str] | None = None,
+        user: str | None = None, stdin: bytes | str | None = None, session: str | None = None, merge: bool = False,
+        stop_at: Sequence[str] = (), output_bytes: int | None = None, check: bool = False, on_stdout: Callback | None = None,
+        on_stderr: Callback | None = None, id: str | None = None,
+    ) -> ExecResult:
+        """As `exec`, with a shell: bash, or sh where there is no bash; not a login shell. `session`: in this named session."""
+        spec, late = make_spec(
+            None, text, session=session, id=id, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, merge=merge, stop_at=stop_at,
+            output_bytes=output_bytes,
+        )  # fmt: skip
+        result = await run(self._api, self.id, spec, late, on_stdout, on_stderr)
+        return result.raise_for_ending() if check else result
+
+    def stream(
+        self, argv: Sequence[str] | None = None, *, shell: str | None = None, timeout: float | None = None, cwd: str | None = None,
+        env: Mapping[str, str] | None = None, user: str | None = None, stdin: bytes | str | None = None, session: str | None = None,
+        open_stdin: bool = False, merge: bool = False, stop_at: Sequence[str] = (), output_bytes: int | None = None, id: str | None = None,
+        reattach: bool = True,
+    ) -> CommandStream:
+        """Run a program, or `shell` text, and iterate over its events: Stdout, Stderr, Gap, at last Exit.
+
+        Nothing is dropped while the stream is read: a slow reader slows the command, as with any pipe. After a lost connection it attaches again
+        from where it was (`reattach=False`: StreamLost); what ran over the log's bound meanwhile shows as Gap. Input over 512 KiB goes through
+        `open_stdin=True` and `Command.write_stdin`.
+        """
+        spec, late = make_spec(
+            argv, shell, session=session, id=id, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, open_stdin=open_stdin, merge=merge,
+            stop_at=stop_at, output_bytes=output_bytes,
+        )  # fmt: skip
+        if late is not None:
+            raise InvalidRequest("stdin of a stream is at most 512 KiB; use open_stdin=True and Command.write_stdin", field="stdin")
+        assert spec.id is not None
+        return CommandStream(self._api, self.id, spec.id, spec=spec, reattach=reattach)
+
+    async def start(
+        self, argv: Sequence[str] | None = None, *, shell: str | None = None, timeout: float | None = None, cwd: str | None = None,
+        env: Mapping[str, str] | None = None, user: str | None = None, stdin: bytes | str | None = None, session: str | None = None,
+        open_stdin: bool = False, merge: bool = False, stop_at: Sequence[str] = (), output_bytes: int | None = None, id: str | None = None,
+    ) -> Command:
+        """Start a program, or `shell` text, in the background. It is running (or has ended) when this returns."""
+        spec, late = make_spec(
+            argv, shell, session=session, id=id, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, open_stdin=open_stdin, merge=merge,
+            stop_at=stop_at, output_bytes=output_bytes,
+        )  # fmt: skip
+        return await start(self._api, self.id, spec, late)
+
+    async def pty(
+        self, argv: Sequence[str] | None = None, *, shell: str | None = None, rows: int = 24, cols: int = 80, timeout: float | None = None,
+        cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None, id: str | None = None,
+    ) -> Command:
+        """Start a program on a terminal of its own. Everything it writes is stdout; write_stdin types, resize resizes."""
+        spec, _ = make_spec(
+            argv, shell, id=id, cwd=cwd, env=env, user=user, timeout=timeout, open_stdin=True, pty=PtySize(rows=rows, cols=cols)
+        )
+        return await start(self._api, self.id, spec, None)
+
+    async def command(self, id: str) -> Command:
+        """A command by its id. CommandNotFound when there was none."""
+        command = Command(self._api, self.id, id)
+        await command.info()
+        return command
+
+    async def commands(self) -> list[CommandInfo]:
+        """Its commands, running and ended."""
+        return _commands((await self._api.exchange("GET", f"{self._path}/commands"))[1])
+
+    # sessions -------------------------------------------------------------------------------------------------------------------
+    async def session(
+        self, name: str | None = None, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None
+    ) -> Session:
+        """Open a shell session, whose variables, functions and directory persist between its commands; or take up the open one of this name.
+
+        SessionExists when it is open and `cwd`, `env` or `user` are given, which would then be ignored.
+        """
+        spec = SessionSpec(name=name or f"s-{secrets.token_hex(4)}", cwd=cwd, env=dict(env or {}), user=user)
+        try:
+            await self._api.exchange("POST", f"{self._path}/sessions", body=spec)
+        except SessionExists:
+            if cwd is not None or env is not None or user is not None:
+                raise
+        return Session(self, spec.name)
+
+    async def sessions(self) -> list[SessionInfo]:
+        """Its open sessions."""
+        return _sessions((await self._api.exchange("GET", f"{self._path}/sessions"))[1])
+
+    # the sandbox itself ---------------------------------------------------------------------------------------------------------
+    async def refresh(self) -> SandboxInfo:
+        """Ask for its state now; also kept in `info`."""
+        self.info = await self._api.call("GET", self._path, SandboxInfo)
+        return self.info
+
+    async def usage(self) -> Usage:
+        """What it uses now, measured."""
+        return await self._api.call("GET", f"{self._path}/usage", Usage)
+
+    async def set_lifetime(
+        self, *, max_lifetime: float | None | msgspec.UnsetType = _KEEP, idle_timeout: float | None | msgspec.UnsetType = _KEEP
+    ) -> SandboxInfo:
+        """Change its lifetimes: seconds from now, None for never. What is not given stays."""
+        body = LeaseRequest(max_lifetime=max_lifetime, idle_timeout=idle_timeout)
+        self.info = await self._api.call("PATCH", self._path, SandboxInfo, body=body, safe=True)
+        return self.info
+
+    async def extend(self, seconds: float) -> SandboxInfo:
+        """Let it live for at least `seconds` from now. A later deadline, or none, is kept."""
+        info = await self.refresh()
+        if info.deadline is None or info.deadline >= time.time() + seconds:
+            return info
+        return await self.set_lifetime(max_lifetime=seconds)
+
+    async def stop(self) -> SandboxInfo:
+        """End it, with everything in it. No error when it has ended."""
+        self.info = await self._api.call("DELETE", self._path, SandboxInfo, safe=True)
+        return self.info
+
+
+class Session:
+    """A named shell session. Its commands run one after another; other sessions and plain commands do not wait for it."""
+
+    def __init__(self, sandbox: Sandbox, name: str) -> None:
+        self._sandbox = sandbox
+        self._turn = asyncio.Lock()
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<Session {self.name} in {self._sandbox.id}>"
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def run(
+        self, text: str, *, timeout: float | None = None, stdin: bytes | str | None = None, merge: bool = False, stop_at: Sequence[str] = (),
+        output_bytes: int | None = None, check: bool = False, on_stdout: Callback | None = None, on_stderr: Callback | None = None,
+        id: str | None = None,
+    ) -> ExecResult:
+        """Run shell text in the session, after the commands that this object ran before it. `timeout` counts from its own start.
+
+        When somebody else's command keeps the session busy, it is tried again until `timeout`, then SessionBusy.
+        """
+        pause = 0.01
+        async with self._turn:
+            give_up = None if timeout is None else time.monotonic() + timeout
+            while True:
+                try:
+                    return await self._sandbox.run_shell(
+                        text, session=self.name, timeout=timeout, stdin=stdin, merge=merge, stop_at=stop_at, output_bytes=output_bytes,
+                        check=check, on_stdout=on_stdout, on_stderr=on_stderr, id=id,
+                    )  # fmt: skip
+                except SessionBusy:
+                    if give_up is not None and time.monotonic() > give_up:
+                        raise
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 0.5)
+
+    async def start(self, text: str, *, timeout: float | None = None, id: str | None = None) -> Command:
+        """Start shell text in the session, in the background. SessionBusy while another command runs in it."""
+        return await self._sandbox.start(shell=text, session=self.name, timeout=timeout, id=id)
+
+    def stream(self, text: str, *, timeout: float | None = None, id: str | None = None, reattach: bool = True) -> CommandStream:
+        """Run shell text in the session and iterate over its events."""
+        return self._sandbox.stream(shell=text, session=self.name, timeout=timeout, id=id, reattach=reattach)
+
+    async def close(self) -> None:
+        """Close it, and end what runs in it. No error when it is closed."""
+        try:
+            await self._sandbox._api.exchange("DELETE", path("sandboxes", self._sandbox.id, "sessions", self.name), safe=True)
+        except (SessionNotFound, SandboxEnded):
+            return

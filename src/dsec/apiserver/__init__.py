@@ -1,0 +1,1 @@
+"""Ingress: authenticates a request, finds its route, calls the edge or the images, and holds no state of any sandbox."""
