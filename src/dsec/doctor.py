@@ -1,6 +1,6 @@
 """What this machine can do for dsec, what is missing, and how to get it.
 
-`checks` only probes: each trial runs in a process and namespaces of its own, and nothing stays. `ensure_runtime` is the gate of `dsec
+`diagnose` only probes: each trial runs in a process and namespaces of its own, and nothing stays. `ensure_runtime` is the gate of `dsec
 up`: what is fatal is refused by name.
 """
 
@@ -49,7 +49,7 @@ class RuntimeMissing(Exception):
         self.checks = failed
 
 
-def checks(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None, *, fatal_only: bool = False) -> list[Check]:
+def diagnose(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None, *, fatal_only: bool = False) -> list[Check]:
     """Every finding, in a fixed order. Takes about a second; a set-up machine has no failure of level fatal."""
     tools = tools or Tools()
     groups: list[Callable[[], Iterator[Check]]] = [
@@ -68,14 +68,14 @@ def checks(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | N
     return [check for check in found if check.level == FATAL] if fatal_only else found
 
 
-async def checks_async(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None) -> list[Check]:
-    """`checks` without blocking the loop."""
-    return await asyncio.to_thread(checks, state_dir, tools)
+async def diagnose_async(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None) -> list[Check]:
+    """`diagnose` without blocking the loop."""
+    return await asyncio.to_thread(diagnose, state_dir, tools)
 
 
 def ensure_runtime(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None) -> list[Check]:
     """Raise RuntimeMissing with every fatal finding; return the findings that were checked."""
-    found = checks(state_dir, tools, fatal_only=True)
+    found = diagnose(state_dir, tools, fatal_only=True)
     failed = [check for check in found if not check.ok]
     if failed:
         raise RuntimeMissing(failed)
