@@ -34,6 +34,7 @@ struct session {
   struct source shell, control, script;// pidfd; read end; write end
   struct channel *chan[2];
   pid_t pid;
+  unsigned serial;                     // of its shell, which names its cgroup: a closed session's processes may outlive its name
   int group, killed, closing;          // group: it has a cgroup; killed: by us; closing: the name goes with the shell
   struct command *current, *last, *queue;  // runs; ended, and takes what comes between; wait
   char *pending;                       // script that the pipe did not take yet
@@ -46,6 +47,7 @@ struct session {
 };
 
 static struct session *sessions;
+static unsigned serials;
 static void next(struct session *z);
 
 struct session *session_find(const char *name) {
@@ -68,7 +70,7 @@ int session_at(size_t i, const char **name, int *busy) {
 
 static const char *group_of(const struct session *z) {
   static char name[ID_SIZE + 4];
-  snprintf(name, sizeof name, "s.%s", z->name);
+  snprintf(name, sizeof name, "s.%u", z->serial);
   return name;
 }
 
@@ -102,6 +104,13 @@ static void free_session(struct session *z) {
   loop_free(z);
 }
 
+static void finish_queue(struct session *z) {
+  while (z->queue) {
+    z->queue->rec.flags |= R_SESSION_LOST;
+    command_kill(z->queue, END_KILLED);                  // takes itself out of the queue
+  }
+}
+
 // The shell is gone, `code` and `status` as waitid tells. Its pipes go to the command that ran, which ends as any command does.
 static void shell_gone(struct session *z, int code, int status) {
   struct command *cmd = z->current ? z->current : z->last;
@@ -125,7 +134,7 @@ static void shell_gone(struct session *z, int code, int status) {
   if (z->group) group_drop(group_of(z));
   z->group = 0;
   // `exit` closes the session; a shell that was killed is opened again at its next use
-  if (exited && !z->killed) z->closing = 1;
+  if (exited && !z->killed && !(ran && cmd->verdict)) z->closing = 1;
   int lost = !z->closing;
   z->killed = 0;
   if (cmd) {
@@ -137,19 +146,19 @@ static void shell_gone(struct session *z, int code, int status) {
         if (cmd->chan[i]) channel_close(cmd->chan[i]);
       command_settle(cmd);
     } else {
-      if (lost) {
-        cmd->rec.flags |= R_SESSION_LOST;
-        event("session_lost", cmd->rec.command, z->name);
+      if (cmd->state == C_DRAINING) {  // the command itself had ended, its reader is slow
+        command_drain(cmd);
+      } else {
+        if (lost) {
+          cmd->rec.flags |= R_SESSION_LOST;
+          event("session_lost", cmd->rec.command, z->name);
+        }
+        command_status(cmd, code, status, 0, 0);
       }
-      command_status(cmd, code, status, 0, 0);
     }
   }
   if (!z->closing) { next(z); return; }
-  while (z->queue) {
-    struct command *waiting = z->queue;
-    waiting->rec.flags |= R_SESSION_LOST;
-    command_kill(waiting, END_KILLED); // takes itself out of the queue
-  }
+  finish_queue(z);
   free_session(z);
 }
 
@@ -222,6 +231,7 @@ static int open_shell(struct session *z, struct fault *f) {
   int fds[4][2] = {{-1, -1}, {-1, -1}, {-1, -1}, {-1, -1}}, group = -1, pidfd = -1, failed = -1; // script, out, err, control
   for (int i = 0; i < 4; i++)
     if (pipe2(fds[i], O_CLOEXEC) || set_blocking(fds[i][i == 0], 0)) { pipe_fault(f, z); goto out; }
+  z->serial = ++serials;
   if ((group = group_make(group_of(z), f)) < 0) goto out;
   z->group = 1;
   struct entry e = {.argv = A.s->bash_ino ? bash : sh, .env = (const char *const *)z->env, .cwd = z->cwd, .user = z->user,
@@ -420,10 +430,6 @@ void session_open(struct conn *c, struct request *r) {
     return;
   }
   conn_ok(c, r->id);
-}
-
-static void finish_queue(struct session *z) {
-  while (z->queue) command_kill(z->queue, END_KILLED);
 }
 
 void session_close(struct conn *c, struct request *r) {
