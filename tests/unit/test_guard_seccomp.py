@@ -17,21 +17,23 @@ ALLOW = 0x7FFF0000
 
 # What Docker's default profile does not allow a container with the default capabilities (docs/guard.md).
 DOCKER_DENIES = """
-acct add_key bpf clock_adjtime clock_settime create_module delete_module fanotify_init finit_module fsconfig fsmount fsopen fspick get_kernel_syms
-get_mempolicy init_module io_uring_enter io_uring_register io_uring_setup ioperm iopl kcmp kexec_file_load kexec_load keyctl lookup_dcookie mbind
-migrate_pages mount mount_setattr move_mount move_pages nfsservctl open_by_handle_at open_tree perf_event_open pidfd_getfd pivot_root process_madvise
-query_module quotactl quotactl_fd reboot request_key set_mempolicy set_mempolicy_home_node setdomainname sethostname setns settimeofday swapoff swapon
-sysfs syslog umount2 unshare uselib userfaultfd ustat vhangup _sysctl
+acct add_key bpf clock_adjtime clock_settime create_module delete_module fanotify_init finit_module fsconfig fsmount fsopen fspick
+get_kernel_syms get_mempolicy init_module io_uring_enter io_uring_register io_uring_setup ioperm iopl kcmp kexec_file_load
+kexec_load keyctl lookup_dcookie mbind migrate_pages mount mount_setattr move_mount move_pages nfsservctl open_by_handle_at
+open_tree perf_event_open pidfd_getfd pivot_root process_madvise query_module quotactl quotactl_fd reboot request_key
+set_mempolicy set_mempolicy_home_node setdomainname sethostname setns settimeofday swapoff swapon sysfs syslog umount2 unshare
+uselib userfaultfd ustat vhangup _sysctl
 """.split()
 
 # What ordinary programs (shells, compilers, Python, Node, git, gdb, databases) cannot do without.
 NEEDED = """
-read write openat close mmap munmap mprotect brk fork vfork execve execveat exit_group wait4 clone pipe2 dup3 fcntl ioctl poll epoll_wait epoll_pwait2
-futex rseq set_robust_list getrandom statx newfstatat getdents64 renameat2 fallocate copy_file_range sendfile splice bind connect accept4 listen
-sendmsg recvmsg socketpair shutdown eventfd2 signalfd4 timerfd_create inotify_init1 inotify_add_watch memfd_create ptrace process_vm_readv
-landlock_create_ruleset seccomp prctl capget capset chroot chown setuid setgroups kill tgkill pidfd_open pidfd_send_signal sched_setaffinity
-setpriority prlimit64 getrlimit sysinfo uname io_setup io_submit io_getevents mlock membarrier close_range openat2 faccessat2 fchmodat2 cachestat
-flock fsync sync_file_range setxattr getxattr utimensat symlinkat linkat unlinkat umask nanosleep clock_nanosleep shmget semget msgget mq_open
+read write openat close mmap munmap mprotect brk fork vfork execve execveat exit_group wait4 clone pipe2 dup3 fcntl ioctl poll
+epoll_wait epoll_pwait2 futex rseq set_robust_list getrandom statx newfstatat getdents64 renameat2 fallocate copy_file_range
+sendfile splice bind connect accept4 listen sendmsg recvmsg socketpair shutdown eventfd2 signalfd4 timerfd_create inotify_init1
+inotify_add_watch memfd_create ptrace process_vm_readv landlock_create_ruleset seccomp prctl capget capset chroot chown setuid
+setgroups kill tgkill pidfd_open pidfd_send_signal sched_setaffinity setpriority prlimit64 getrlimit sysinfo uname io_setup
+io_submit io_getevents mlock membarrier close_range openat2 faccessat2 fchmodat2 cachestat flock fsync sync_file_range setxattr
+getxattr utimensat symlinkat linkat unlinkat umask nanosleep clock_nanosleep shmget semget msgget mq_open
 """.split()
 
 
@@ -173,15 +175,38 @@ def test_personality(code: bytes, machine: str) -> None:
 
 
 IOCTLS_DENIED = {
-    "XFS_IOC_SWAPEXT": 0xC0C0586D, "XFS_IOC_EXCHANGE_RANGE": 0x40285881, "XFS_IOC_COMMIT_RANGE": 0x40585883, "FIFREEZE": 0xC0045877, "FITRIM": 0xC0185879,
-    "XFS_IOC_GOINGDOWN": 0x8004587D, "EXT4_IOC_MOVE_EXT": 0xC028660F, "EXT4_IOC_RESIZE_FS": 0x40086610, "BTRFS_IOC_SUBVOL_CREATE": 0x5000940E,
-    "BTRFS_IOC_SNAP_CREATE_V2": 0x50009417, "BTRFS_IOC_SNAP_DESTROY": 0x5000940F, "BTRFS_IOC_QGROUP_LIMIT": 0x8030942B, "BTRFS_IOC_QUOTA_CTL": 0xC0109428,
-    "BTRFS_IOC_SET_RECEIVED_SUBVOL": 0xC0C89425, "BTRFS_IOC_DEFRAG": 0x50009402, "TIOCSTI": 0x5412, "TIOCLINUX": 0x541C, "TIOCSETD": 0x5423,
-}  # fmt: skip
+    "XFS_IOC_SWAPEXT": 0xC0C0586D,
+    "XFS_IOC_EXCHANGE_RANGE": 0x40285881,
+    "XFS_IOC_COMMIT_RANGE": 0x40585883,
+    "FIFREEZE": 0xC0045877,
+    "FITRIM": 0xC0185879,
+    "XFS_IOC_GOINGDOWN": 0x8004587D,
+    "EXT4_IOC_MOVE_EXT": 0xC028660F,
+    "EXT4_IOC_RESIZE_FS": 0x40086610,
+    "BTRFS_IOC_SUBVOL_CREATE": 0x5000940E,
+    "BTRFS_IOC_SNAP_CREATE_V2": 0x50009417,
+    "BTRFS_IOC_SNAP_DESTROY": 0x5000940F,
+    "BTRFS_IOC_QGROUP_LIMIT": 0x8030942B,
+    "BTRFS_IOC_QUOTA_CTL": 0xC0109428,
+    "BTRFS_IOC_SET_RECEIVED_SUBVOL": 0xC0C89425,
+    "BTRFS_IOC_DEFRAG": 0x50009402,
+    "TIOCSTI": 0x5412,
+    "TIOCLINUX": 0x541C,
+    "TIOCSETD": 0x5423,
+}
 IOCTLS_ALLOWED = {
-    "TCGETS": 0x5401, "TIOCGWINSZ": 0x5413, "FIONREAD": 0x541B, "TIOCGPTN": 0x80045430, "FICLONE": 0x40049409, "FICLONERANGE": 0x4020940D,
-    "FIDEDUPERANGE": 0xC0189436, "FS_IOC_GETFLAGS": 0x80086601, "FS_IOC_FIEMAP": 0xC020660B, "SIOCGIFCONF": 0x8912, "FIOCLEX": 0x5451,
-}  # fmt: skip
+    "TCGETS": 0x5401,
+    "TIOCGWINSZ": 0x5413,
+    "FIONREAD": 0x541B,
+    "TIOCGPTN": 0x80045430,
+    "FICLONE": 0x40049409,
+    "FICLONERANGE": 0x4020940D,
+    "FIDEDUPERANGE": 0xC0189436,
+    "FS_IOC_GETFLAGS": 0x80086601,
+    "FS_IOC_FIEMAP": 0xC020660B,
+    "SIOCGIFCONF": 0x8912,
+    "FIOCLEX": 0x5451,
+}
 
 
 def test_ioctls(code: bytes, machine: str) -> None:
