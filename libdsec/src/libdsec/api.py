@@ -46,7 +46,7 @@ def decode(data: bytes, reply: type[T]) -> T:
 
 def path(*parts: str) -> str:
     """`/v1/...` of the parts, each one segment."""
-    return "/v1/" + "/".join(quote(part, safe="") for part in parts)
+    return "/v1/" + "/".join(quote(part, safe="", errors="surrogateescape") for part in parts)
 
 
 def query(params: Params) -> str:
@@ -56,7 +56,7 @@ def query(params: Params) -> str:
         if value is None or value is False:
             continue
         for one in value if isinstance(value, (list, tuple)) else (value,):
-            pairs.append(f"{name}={quote(str(1 if one is True else one), safe='/:')}")
+            pairs.append(f"{name}={quote(str(1 if one is True else one), safe='/:', errors='surrogateescape')}")
     return "?" + "&".join(pairs) if pairs else ""
 
 

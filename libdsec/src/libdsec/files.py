@@ -1,7 +1,7 @@
 """Files of a sandbox, by bytes, streamed both ways with bounded memory.
 
-`user` is the sandbox user whose rights apply (default: the sandbox's own user). Paths are absolute, or relative to the sandbox's working
-directory. A failed write leaves nothing behind; a read that breaks off raises.
+Paths are absolute. `user` is the sandbox user whose rights apply; None: the sandbox's own. A failed write leaves nothing behind; a read that
+breaks off raises.
 """
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from libdsec import tars
-from libdsec.api import path, query
+from libdsec.api import Params, decode, path, query
 from libdsec.command import pieces
 from libdsec.errors import ConnectionFailed, FileNotFound, NotADirectory, StreamLost
 from libdsec.http import Body, Response
-from libdsec.wire import MSGPACK_TYPE, FileInfo, MkdirRequest, MoveRequest
+from libdsec.wire import MSGPACK_TYPE, FileInfo, MkdirRequest, MoveRequest, UnpackResult
 
 if TYPE_CHECKING:
     from libdsec.api import Api
@@ -43,9 +43,9 @@ class Files:
         self._path = path("sandboxes", sandbox_id)
         self.sandbox_id = sandbox_id
 
-    async def read(self, path: str, *, user: str | None = None) -> bytes:
-        """The whole content."""
-        response = await self._get("files", path, user)
+    async def read(self, path: str, *, offset: int = 0, length: int | None = None, user: str | None = None) -> bytes:
+        """The whole content, or at most `length` bytes from `offset`."""
+        response = await self._get("files", path, user, offset=offset or None, length=length)
         try:
             return await response.read()
         except ConnectionFailed as error:
@@ -55,26 +55,33 @@ class Files:
         """The whole content as text; line ends stay as they are."""
         return (await self.read(path, user=user)).decode(encoding, errors)
 
-    async def read_stream(self, path: str, *, user: str | None = None) -> AsyncIterator[bytes]:
+    async def read_stream(
+        self, path: str, *, offset: int = 0, length: int | None = None, user: str | None = None
+    ) -> AsyncIterator[bytes]:
         """The content in parts. StreamLost when it breaks off."""
-        async for part in _parts(await self._get("files", path, user), path):
+        async for part in _parts(await self._get("files", path, user, offset=offset or None, length=length), path):
             yield part
 
-    async def write(self, path: str, data: bytes | str, *, mode: int | None = None, user: str | None = None) -> FileInfo:
-        """Create or replace a file. `mode`: permission bits; None keeps those of a file that is there, else 0644."""
+    async def write(
+        self, path: str, data: bytes | str, *, mode: int | None = None, parents: bool = False, overwrite: bool = True, user: str | None = None
+    ) -> FileInfo:
+        """Create or replace a file. `mode`: permission bits. `parents`: make the directories above it.
+
+        It appears whole or not at all. FileExists without `overwrite`.
+        """
         content = data.encode() if isinstance(data, str) else data
         body: Body = bytes(content) if len(content) <= _INLINE else pieces(content)
-        return await self._put(path, body, len(content), mode, user)
+        return await self._put(path, body, len(content), mode, parents, overwrite, user)
 
     async def write_stream(
-        self, path: str, source: Source, *, size: int | None = None, mode: int | None = None, user: str | None = None
+        self, path: str, source: Source, *, mode: int | None = None, parents: bool = False, overwrite: bool = True, user: str | None = None
     ) -> FileInfo:
-        """As `write`, from an iterable (async or not) or an open binary file. `size`, when known, is checked."""
-        return await self._put(path, as_stream(source), size, mode, user)
+        """As `write`, from an iterable (async or not) or an open binary file."""
+        return await self._put(path, as_stream(source), None, mode, parents, overwrite, user)
 
-    async def stat(self, path: str, *, user: str | None = None) -> FileInfo:
-        """What the path is; symbolic links are not followed."""
-        return await self._api.call("GET", f"{self._path}/files/stat" + query({"path": path, "user": user}), FileInfo)
+    async def stat(self, path: str, *, follow: bool = False, user: str | None = None) -> FileInfo:
+        """What the path is. A symbolic link is itself unless `follow`."""
+        return await self._api.call("GET", f"{self._path}/files/stat" + query({"path": path, "follow": follow, "user": user}), FileInfo)
 
     async def exists(self, path: str, *, user: str | None = None) -> bool:
         """Whether `stat` finds it."""
@@ -108,12 +115,12 @@ class Files:
             if not missing_ok:
                 raise
 
-    async def upload_tar(self, source: Source, path: str, *, user: str | None = None) -> None:
-        """Unpack a tar archive below the directory `path`, which is made if it is not there."""
+    async def upload_tar(self, source: Source, path: str, *, user: str | None = None) -> UnpackResult:
+        """Unpack a tar archive below the directory `path`, which is made if it is not there. After an error what came before it stays."""
         target = f"{self._path}/archive" + query({"path": path, "user": user})
         headers = {"content-type": _TAR_TYPE, "accept": MSGPACK_TYPE}
         response = await self._api.open("PUT", target, body=as_stream(source), headers=headers, timeout=None)
-        await response.read()
+        return decode(await response.read(), UnpackResult)
 
     async def download_tar(self, path: str, *, exclude: Sequence[str] = (), user: str | None = None) -> AsyncIterator[bytes]:
         """A directory as a tar archive in parts; names are relative to it. StreamLost when it breaks off."""
@@ -122,12 +129,12 @@ class Files:
 
     async def upload_dir(
         self, local: str | os.PathLike[str], path: str, *, exclude: Sequence[str] = (), user: str | None = None
-    ) -> None:
+    ) -> UnpackResult:
         """Copy the content of a local directory into the directory `path`. Modes, times, symbolic and hard links are kept, owners are not."""
         directory = os.fspath(local)
         if not os.path.isdir(directory):
             raise NotADirectoryError(f"{directory} is not a directory")
-        await self.upload_tar(tars.pack(directory, exclude), path, user=user)
+        return await self.upload_tar(tars.pack(directory, exclude), path, user=user)
 
     async def download_dir(
         self, path: str, local: str | os.PathLike[str], *, exclude: Sequence[str] = (), user: str | None = None, links: tars.Links = "error",
@@ -164,15 +171,22 @@ class Files:
                     queue.get_nowait()
                 queue.put_nowait(ConnectionAbortedError("the download was cancelled"))
 
-    async def _get(self, kind: str, name: str, user: str | None, exclude: Sequence[str] = ()) -> Response:
-        target = f"{self._path}/{kind}" + query({"path": name, "user": user, "exclude": list(exclude)})
+    async def _get(
+        self, kind: str, name: str, user: str | None, exclude: Sequence[str] = (), offset: int | None = None, length: int | None = None
+    ) -> Response:
+        params: Params = {"path": name, "user": user, "exclude": [*exclude], "offset": offset, "length": length}
+        target = f"{self._path}/{kind}" + query(params)
         return await self._api.open("GET", target, headers={"accept": _BYTES_TYPE})
 
-    async def _put(self, name: str, body: Body, length: int | None, mode: int | None, user: str | None) -> FileInfo:
-        target = f"{self._path}/files" + query({"path": name, "mode": None if mode is None else f"{mode:o}", "user": user})
+    async def _put(
+        self, name: str, body: Body, length: int | None, mode: int | None, parents: bool, overwrite: bool, user: str | None
+    ) -> FileInfo:
+        bits = None if mode is None else f"{mode:o}"
+        params: Params = {"path": name, "mode": bits, "parents": parents, "overwrite": None if overwrite else 0, "user": user}
+        target = f"{self._path}/files" + query(params)
         headers = {"content-type": _BYTES_TYPE, "accept": MSGPACK_TYPE}
-        response = await self._api.open("PUT", target, body=body, length=length, headers=headers, safe=True, timeout=None)
-        return msgspec.msgpack.decode(await response.read(), type=FileInfo)
+        response = await self._api.open("PUT", target, body=body, length=length, headers=headers, safe=overwrite, timeout=None)
+        return decode(await response.read(), FileInfo)
 
 
 def _broke(name: str, error: ConnectionFailed) -> StreamLost:

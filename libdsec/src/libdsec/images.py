@@ -101,10 +101,10 @@ class Environments:
         """One, by `name[:tag]`."""
         return await self._api.call("GET", path("environments", name), EnvironmentInfo)
 
-    async def put(
+    async def create(
         self, name: str, layers: Sequence[str], *, env: Mapping[str, str] | None = None, user: str = "root", workdir: str = "/"
     ) -> EnvironmentInfo:
-        """Bind `name[:tag]` to layers, base first; their names become digests now."""
+        """Bind `name[:tag]` to layers, base first, in the place of what it was bound to. Names of layers become digests now."""
         body = EnvironmentSpec(layers=list(layers), env=dict(env or {}), user=user, workdir=workdir)
         return await self._api.call("PUT", path("environments", name), EnvironmentInfo, body=body, safe=True)
 

@@ -204,9 +204,8 @@ class Session:
         await self.close()
 
     async def run(
-        self, text: str, *, timeout: float | None = None, stdin: bytes | str | None = None, merge: bool = False, stop_at: Sequence[str] = (),
-        output_bytes: int | None = None, check: bool = False, on_stdout: Callback | None = None, on_stderr: Callback | None = None,
-        id: str | None = None,
+        self, text: str, *, timeout: float | None = None, stop_at: Sequence[str] = (), output_bytes: int | None = None, check: bool = False,
+        on_stdout: Callback | None = None, on_stderr: Callback | None = None, id: str | None = None,
     ) -> ExecResult:
         """Run shell text in the session, after the commands that this object ran before it. `timeout` counts from its own start.
 
@@ -218,8 +217,8 @@ class Session:
             while True:
                 try:
                     return await self._sandbox.run_shell(
-                        text, session=self.name, timeout=timeout, stdin=stdin, merge=merge, stop_at=stop_at, output_bytes=output_bytes,
-                        check=check, on_stdout=on_stdout, on_stderr=on_stderr, id=id,
+                        text, session=self.name, timeout=timeout, stop_at=stop_at, output_bytes=output_bytes, check=check, on_stdout=on_stdout,
+                        on_stderr=on_stderr, id=id,
                     )  # fmt: skip
                 except SessionBusy:
                     if give_up is not None and time.monotonic() > give_up:

@@ -263,6 +263,14 @@ class FileInfo(Reply):
     raw_target: bytes | None = None
 
 
+class UnpackResult(Reply):
+    """What an archive amounted to. `notes`: what did not fail it but must be said."""
+
+    size: int
+    entries: int
+    notes: list[str]
+
+
 class MoveRequest(Model):
     """Rename `source` to `destination`."""
 

@@ -6,6 +6,7 @@ import hmac
 import itertools
 import logging
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ class Parts:
 
     edge: Edge
     images: Images
+    version: str
+    checks: Callable[[], Awaitable[list[dict[str, Any]]]]  # what the machine can do
 
 
 class App:

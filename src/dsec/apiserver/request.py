@@ -33,7 +33,7 @@ class ClientGone(Exception):
 class Request:
     """What a handler gets. `path`: the decoded parts of the route's `{name}`s."""
 
-    __slots__ = ("_gone", "_headers", "_params", "_receive", "_scope", "_timer", "_watcher", "body", "id", "path", "send", "started", "task")
+    __slots__ = ("_gone", "_headers", "_params", "_receive", "_scope", "_timer", "_watcher", "body", "body_read", "id", "path", "send", "started", "task")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], request_id: str) -> None:
         self._scope = scope
@@ -47,6 +47,7 @@ class Request:
         self.id = request_id
         self.path: Mapping[str, str] = {}
         self.body: Any = None
+        self.body_read = False
         self.started = False  # the reply's head was sent
         self.task: asyncio.Task[Any] | None = None
 
@@ -134,9 +135,10 @@ class Request:
                 self._gone = True
                 raise ClientGone
             data: bytes = message["body"]
+            self.body_read = not message["more_body"]
             if data:
                 yield data
-            if not message["more_body"]:
+            if self.body_read:
                 return
 
     async def read(self, limit: int = BODY_MAX) -> bytes:

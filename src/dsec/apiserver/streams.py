@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from dsec.apiserver.errors import body_of
-from dsec.apiserver.request import ClientGone, Request
+from dsec.apiserver.request import Request
+from dsec.edge.filesystem import FileStream
 from dsec.edge.streams import Item, Output
 from libdsec.errors import DSecError, Unavailable
 from libdsec.wire import FRAME_EVENT, FRAME_HEADER, FRAME_KEEPALIVE, STREAM_KEEPALIVE, STREAM_TYPE, Progress, StreamEvent
@@ -54,10 +55,7 @@ async def send_command(request: Request, events: AsyncIterator[Item]) -> None:
     """A command's stream. Its last frame is an `end` or `error` event; anything else means that the connection broke."""
     async with aclosing(events) as items:  # type: ignore[type-var]
         iterator = aiter(items)
-        try:
-            first = await anext(iterator, None)  # an error here is still an HTTP error
-        except ClientGone:
-            return
+        first = await anext(iterator, None)  # an error here is still an HTTP error
         await request.begin(_STREAM)
         pulse = _Pulse(request, _KEEPALIVE)
         ended = False
@@ -78,15 +76,15 @@ async def send_command(request: Request, events: AsyncIterator[Item]) -> None:
         except asyncio.CancelledError:
             if request.gone:
                 raise
-            error = Unavailable("the node stops; the command runs on")
-            await asyncio.shield(pulse.send(event_frame(StreamEvent(event="error", error=body_of(error)))))
+            stopping = StreamEvent(event="error", error=body_of(Unavailable("the node stops; the command runs on")))
+            await pulse.send(event_frame(stopping))
     await request.end()
 
 
-async def send_bytes(request: Request, chunks: AsyncIterator[bytes], content_type: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+async def send_bytes(request: Request, file: FileStream, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
     """A file or an archive. When it fails in the middle, the body breaks off without its end."""
-    async with aclosing(chunks) as parts:  # type: ignore[type-var]
-        iterator = aiter(parts)
+    async with aclosing(file):
+        iterator = aiter(file)
         part = await anext(iterator, b"")
         await request.begin(content_type, headers)
         request.watch()
@@ -96,11 +94,16 @@ async def send_bytes(request: Request, chunks: AsyncIterator[bytes], content_typ
     await request.end()
 
 
-async def send_progress(request: Request, lines: AsyncIterator[Progress]) -> None:
-    """A long operation: one JSON object a line, an empty line in silences; the last has `result` or `error`."""
+async def send_progress(request: Request, lines: AsyncIterator[Progress], uploading: bool = False) -> None:
+    """A long operation: one JSON object a line, an empty line in silences; the last has `result` or `error`.
+
+    `uploading`: the operation reads the request's body. Until that is read there is no reply: most clients take an early one for a refusal.
+    """
     async with aclosing(lines) as items:  # type: ignore[type-var]
         iterator = aiter(items)
         first = await anext(iterator, None)
+        while uploading and first is not None and not request.body_read:
+            first = await anext(iterator, None)
         await request.begin(_LINES)
         pulse = _Pulse(request, b"\n")
         try:

@@ -1,0 +1,53 @@
+"""Handlers of layers and environments."""
+from __future__ import annotations
+
+from dsec.apiserver.app import Parts
+from dsec.apiserver.request import Request
+from dsec.apiserver.streams import send_progress
+from libdsec.wire import EnvironmentSpec, LayerRequest
+
+
+async def list_all(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.images.list())
+
+
+async def get(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.images.get(request.path["ref"]))
+
+
+async def remove(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.images.remove(request.path["ref"]))
+
+
+async def verify(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.images.verify(request.path["ref"]))
+
+
+async def build(parts: Parts, request: Request) -> None:
+    wanted: LayerRequest = request.body
+    await send_progress(request, parts.images.build(wanted))
+
+
+async def upload(parts: Parts, request: Request) -> None:
+    lines = parts.images.import_tar(
+        request.need("name"), request.text("kind") or "base", request.chunks(), parents=request.texts("parent"), prefix=request.text("prefix") or "/"
+    )
+    await send_progress(request, lines, uploading=True)
+
+
+async def list_environments(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.images.list_environments())
+
+
+async def get_environment(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.images.get_environment(request.path["name"]))
+
+
+async def put_environment(parts: Parts, request: Request) -> None:
+    spec: EnvironmentSpec = request.body
+    await request.reply(await parts.images.put_environment(request.path["name"], spec))
+
+
+async def remove_environment(parts: Parts, request: Request) -> None:
+    await parts.images.remove_environment(request.path["name"])
+    await request.empty()

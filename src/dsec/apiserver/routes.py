@@ -1,0 +1,102 @@
+"""Every route of the API, in one table: what is dispatched and what the OpenAPI page says are the same."""
+from __future__ import annotations
+
+from dsec.apiserver import commands, files, layers, pages, sandboxes
+from dsec.apiserver.route import Param, Route
+from libdsec.wire import (
+    STREAM_TYPE, BatchItem, BatchRequest, CommandInfo, EnvironmentInfo, EnvironmentSpec, ExecResult, ExecSpec, FileInfo, LayerInfo,
+    LayerRequest, LeaseRequest, MkdirRequest, MoveRequest, NodeInfo, PtySize, SandboxInfo, SandboxSpec, SessionInfo, SessionSpec, SignalRequest,
+    UnpackResult, Usage, VersionInfo,
+)  # fmt: skip
+
+OCTETS = "application/octet-stream"
+TAR = "application/x-tar"
+LINES = "application/x-ndjson"
+
+_S = "/v1/sandboxes/{id}"
+_C = _S + "/commands/{command}"
+_PATH = Param("path", "an absolute path in the sandbox", required=True)
+_USER = Param("user", "the sandbox user whose rights apply; the sandbox's own when not given")
+_LABEL = Param("label", "`key=value`; all that are given must match", many=True)
+_KEY = Param("Idempotency-Key", "the same key and request give the same sandbox again")
+_RUNNING = {202: "It still runs: an ExecResult with the ending `running` and no output. Ask again with the wait route."}
+
+ROUTES: tuple[Route, ...] = (
+    # sandboxes
+    Route("POST", "/v1/sandboxes", sandboxes.create, "Create a sandbox", body=SandboxSpec, reply=SandboxInfo, headers=(_KEY,)),
+    Route("POST", "/v1/sandboxes:batch", sandboxes.create_batch, "Create equal sandboxes; each item is a sandbox or an error",
+          body=BatchRequest, reply=list[BatchItem]),
+    Route("GET", "/v1/sandboxes", sandboxes.list_all, "List sandboxes; live ones unless `state` says otherwise", reply=list[SandboxInfo],
+          params=(_LABEL, Param("state", "creating, running, ended or all"), Param("name", "the one of this name"))),
+    Route("DELETE", "/v1/sandboxes", sandboxes.stop_many, "Stop the sandboxes with these labels", reply=list[SandboxInfo],
+          params=(_LABEL, Param("everything", "1: without labels, all of them", kind="boolean"))),
+    Route("GET", _S, sandboxes.get, "One sandbox, live or ended", reply=SandboxInfo),
+    Route("DELETE", _S, sandboxes.stop, "Stop a sandbox; no error when it has ended", reply=SandboxInfo),
+    Route("PATCH", _S, sandboxes.lease, "Change its lifetimes", body=LeaseRequest, reply=SandboxInfo),
+    Route("GET", _S + "/usage", sandboxes.usage, "What it uses now", reply=Usage),
+    # commands
+    Route("POST", _S + "/exec", commands.execute, "Run a command to its end. It runs on when the client goes", body=ExecSpec, reply=ExecResult,
+          params=(Param("wait", "at most so many seconds, then 202", kind="number"),
+                  Param("stream", f"1: the reply is {STREAM_TYPE}, lossless: a client that does not read holds the command up", kind="boolean")),
+          also=_RUNNING),
+    Route("POST", _S + "/commands", commands.start, "Start a command in the background", body=ExecSpec, reply=CommandInfo),
+    Route("GET", _S + "/commands", commands.list_all, "Its commands, running and ended", reply=list[CommandInfo]),
+    Route("GET", _C, commands.get, "One command", reply=CommandInfo),
+    Route("DELETE", _C, commands.kill, "Kill a command and all that it started; no error when it has ended"),
+    Route("GET", _C + "/wait", commands.wait, "The result, when there is one", reply=ExecResult,
+          params=(Param("timeout", "at most so many seconds, then 202; without it there is no limit", kind="number"),), also=_RUNNING),
+    Route("GET", _C + "/stream", commands.stream, "Output from these offsets, then what comes, then the end. Never slows the command: what is no "
+          "longer kept shows as a gap", reply=STREAM_TYPE,
+          params=(Param("stdout_offset", "first byte of stdout", kind="integer"), Param("stderr_offset", "first byte of stderr", kind="integer"),
+                  Param("follow", "0: only what there is", kind="boolean"))),
+    Route("GET", _C + "/log", commands.log, "Kept bytes of one stream; X-Dsec-Offset is where they begin, X-Dsec-Next where to go on", reply=OCTETS,
+          params=(Param("stream", "stdout or stderr"), Param("offset", "first byte", kind="integer"), Param("limit", "at most so many bytes", kind="integer"))),
+    Route("POST", _C + "/stdin", commands.stdin, "Write the body to its stdin; the body is read at the pace of the command", body=OCTETS,
+          params=(Param("close", "1: then end of input", kind="boolean"),)),
+    Route("POST", _C + "/signal", commands.send_signal, "Send a signal", body=SignalRequest),
+    Route("POST", _C + "/resize", commands.resize, "Set the size of its terminal", body=PtySize),
+    # sessions
+    Route("POST", _S + "/sessions", commands.open_session, "Open a named shell session", body=SessionSpec, reply=SessionInfo),
+    Route("GET", _S + "/sessions", commands.sessions, "Open sessions", reply=list[SessionInfo]),
+    Route("DELETE", _S + "/sessions/{name}", commands.close_session, "Close a session and end what runs in it"),
+    # files
+    Route("GET", _S + "/files", files.read, "The content of a file", reply=OCTETS,
+          params=(_PATH, _USER, Param("offset", "first byte", kind="integer"), Param("length", "at most so many bytes", kind="integer"))),
+    Route("PUT", _S + "/files", files.write, "Create or replace a file; it appears whole or not at all", body=OCTETS, reply=FileInfo,
+          params=(_PATH, _USER, Param("mode", "permission bits, octal"), Param("parents", "1: make the directories above it", kind="boolean"),
+                  Param("overwrite", "0: an error when it is there", kind="boolean"))),
+    Route("DELETE", _S + "/files", files.remove, "Remove a file or an empty directory",
+          params=(_PATH, _USER, Param("recursive", "1: with everything below it", kind="boolean"))),
+    Route("GET", _S + "/files/stat", files.stat, "What a path is", reply=FileInfo,
+          params=(_PATH, _USER, Param("follow", "1: follow a symbolic link", kind="boolean"))),
+    Route("GET", _S + "/files/list", files.list_directory, "Entries of a directory", reply=list[FileInfo],
+          params=(_PATH, _USER, Param("depth", "levels, 1 when not given", kind="integer"))),
+    Route("POST", _S + "/files/mkdir", files.mkdir, "Make a directory", body=MkdirRequest),
+    Route("POST", _S + "/files/move", files.move, "Rename", body=MoveRequest),
+    Route("GET", _S + "/archive", files.download, "A directory as a tar archive", reply=TAR,
+          params=(_PATH, _USER, Param("exclude", "a pattern of names to leave out", many=True))),
+    Route("PUT", _S + "/archive", files.upload, "Unpack a tar archive below a directory, which is made if it is not there", body=TAR, reply=UnpackResult,
+          params=(_PATH, _USER)),
+    # layers and environments
+    Route("GET", "/v1/layers", layers.list_all, "All layers, newest first", reply=list[LayerInfo]),
+    Route("POST", "/v1/layers", layers.build, "Build a layer on the node; the reply is progress in lines, the last has `result` or `error`",
+          body=LayerRequest, reply=LINES),
+    Route("PUT", "/v1/layers", layers.upload, "Make a layer of a tar archive, plain or compressed; the reply is as for a build", body=TAR, reply=LINES,
+          params=(Param("name", "its name", required=True), Param("kind", "base, workspace, toolkit or diff"),
+                  Param("parent", "a layer below it", many=True), Param("prefix", "where the content is put inside the layer"))),
+    Route("GET", "/v1/layers/{ref}", layers.get, "One layer, by name or digest", reply=LayerInfo),
+    Route("DELETE", "/v1/layers/{ref}", layers.remove, "Remove a name of a layer, and with its last name the layer", reply=LayerInfo),
+    Route("POST", "/v1/layers/{ref}/verify", layers.verify, "Read a layer's file again and compare its digest", reply=LayerInfo),
+    Route("GET", "/v1/environments", layers.list_environments, "All environments", reply=list[EnvironmentInfo]),
+    Route("GET", "/v1/environments/{name}", layers.get_environment, "One environment, by `name[:tag]`", reply=EnvironmentInfo),
+    Route("PUT", "/v1/environments/{name}", layers.put_environment, "Bind a name to layers, ENV, USER and WORKDIR", body=EnvironmentSpec,
+          reply=EnvironmentInfo),
+    Route("DELETE", "/v1/environments/{name}", layers.remove_environment, "Forget a name"),
+    # the node
+    Route("GET", "/v1/node", sandboxes.node, "What this node is and can do", reply=NodeInfo),
+    Route("GET", "/v1/version", sandboxes.version, "What answers here", reply=VersionInfo),
+    Route("GET", "/metrics", sandboxes.metrics, "Metrics for Prometheus", reply="text/plain"),
+    Route("GET", "/healthz", sandboxes.health, "200 while the node serves", reply="application/json", open=True),
+    Route("GET", "/openapi.json", pages.openapi, "This description", reply="application/json", open=True),
+    Route("GET", "/docs", pages.docs, "This description as a page", reply="text/html", open=True),
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""Handlers of sandboxes and of the node."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dsec.apiserver.app import Parts
+from dsec.apiserver.request import Request
+from libdsec.errors import InvalidRequest
+from libdsec.wire import API_VERSION, BatchRequest, LeaseRequest, SandboxSpec, VersionInfo
+
+_STATES = ("creating", "running", "ended", "all")
+
+
+async def create(parts: Parts, request: Request) -> None:
+    spec: SandboxSpec = request.body
+    key = request.header(b"idempotency-key")
+    if key is None:
+        request.watch()  # nobody could come back for it: it is given up with its client
+    await request.reply(await parts.edge.create(spec, key, request.id), 201)
+
+
+async def create_batch(parts: Parts, request: Request) -> None:
+    batch: BatchRequest = request.body
+    await request.reply(await parts.edge.create_many(batch))
+
+
+async def list_all(parts: Parts, request: Request) -> None:
+    state = request.text("state")
+    if state is not None and state not in _STATES:
+        raise InvalidRequest(f"state must be one of {', '.join(_STATES)}, not {state[:40]!r}", field="state")
+    await request.reply(parts.edge.list(_labels(request), state, request.text("name")))
+
+
+async def stop_many(parts: Parts, request: Request) -> None:
+    labels = _labels(request)
+    if not labels and not request.flag("everything"):
+        raise InvalidRequest("give at least one label, or everything=1", field="label")
+    await request.reply(await parts.edge.stop_many(labels))
+
+
+async def get(parts: Parts, request: Request) -> None:
+    await request.reply(parts.edge.get(request.path["id"]))
+
+
+async def stop(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.stop(request.path["id"]))
+
+
+async def lease(parts: Parts, request: Request) -> None:
+    change: LeaseRequest = request.body
+    await request.reply(await parts.edge.lease(request.path["id"], change))
+
+
+async def usage(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.usage(request.path["id"]))
+
+
+async def node(parts: Parts, request: Request) -> None:
+    info = await parts.edge.node_info()
+    info.checks = await parts.checks()
+    await request.reply(info)
+
+
+async def version(parts: Parts, request: Request) -> None:
+    await request.reply(VersionInfo(version=parts.version, api=API_VERSION))
+
+
+async def health(parts: Parts, request: Request) -> None:
+    await request.reply({"status": "ok"})
+
+
+async def metrics(parts: Parts, request: Request) -> None:
+    await request.respond(parts.edge.metrics(), b"text/plain; version=0.0.4; charset=utf-8")
+
+
+def _labels(request: Request) -> Mapping[str, str]:
+    labels: dict[str, str] = {}
+    for text in request.texts("label"):
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise InvalidRequest(f"label {text[:80]!r} must be key=value", field="label")
+        labels[key] = value
+    return labels

@@ -1,0 +1,115 @@
+"""Serves the application: uvicorn's HTTP/1.1 protocol on sockets that the caller opened, with bounds and errors of our own."""
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from typing import Any
+
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from dsec.apiserver.app import App
+from libdsec.wire import ErrorBody
+
+KEEP_ALIVE = 75  # seconds that an idle connection is kept; clients let go earlier
+HEAD_TIME = 30.0  # seconds for the head of a request
+HEAD_MAX = 64 << 10
+BACKLOG = 4096
+_WRITE_HIGH = 512 << 10  # bytes waiting for a slow client before its stream waits
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, with a bound on a request's head in bytes and in time, and errors in our form."""
+
+    _head = 0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_WRITE_HIGH)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._head = 0
+        if self._timer is None:
+            self._arm()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._disarm()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        body = msgspec.json.encode(ErrorBody(code="invalid_request", message=msg.rstrip(".") or "the request is not HTTP"))
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode("ascii") + body)
+        self.transport.close()
+
+    def _count(self, size: int) -> None:
+        self._head += size
+        if self._head > HEAD_MAX:
+            raise ValueError("the head of the request is too long")  # the parser stops, and the client gets a 400
+
+    def _arm(self) -> None:
+        self._timer = self.loop.call_later(HEAD_TIME, self.transport.abort)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Server:
+    """`serve` begins to accept on the sockets; `stop` ends it."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._state = ServerState()
+        self._servers: list[asyncio.Server] = []
+        self._config = Config(
+            app, loop="none", http=_Protocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False, proxy_headers=False,
+            server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE,
+        )  # fmt: skip
+        self._config.load()
+
+    def _protocol(self) -> _Protocol:
+        return _Protocol(config=self._config, server_state=self._state, app_state={})
+
+    async def serve(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Accept on a bound TCP or unix socket."""
+        loop = asyncio.get_running_loop()
+        if sock.family == socket.AF_UNIX:
+            server: Any = await loop.create_unix_server(self._protocol, sock=sock, backlog=BACKLOG)
+        else:
+            server = await loop.create_server(self._protocol, sock=sock, backlog=BACKLOG, ssl=tls)
+        self._servers.append(server)
+
+    async def stop(self) -> None:
+        """Stop accepting, answer what waits with `unavailable`, close every connection."""
+        for server in self._servers:
+            server.close()
+        await self._app.drain()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        deadline = asyncio.get_running_loop().time() + 2
+        while self._state.connections and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        for server in self._servers:
+            await server.wait_closed()
