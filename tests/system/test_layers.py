@@ -44,7 +44,8 @@ for top, directories, files in os.walk(at):
         stat = os.lstat(path)
         rel = os.path.normpath(os.path.relpath(path, at))
         found[rel] = {"mode": stat.st_mode, "uid": stat.st_uid, "gid": stat.st_gid, "size": stat.st_size,
-                      "mtime": stat.st_mtime_ns, "links": stat.st_nlink, "ino": stat.st_ino, "rdev": stat.st_rdev, "target": os.readlink(path) if os.path.islink(path) else None,
+                      "mtime": stat.st_mtime_ns, "links": stat.st_nlink, "ino": stat.st_ino, "rdev": stat.st_rdev,
+                      "target": os.readlink(path) if os.path.islink(path) else None,
                       "xattrs": {} if os.path.islink(path) else {k: os.getxattr(path, k).hex() for k in os.listxattr(path)},
                       "data": open(path, "rb").read(64).hex() if os.path.isfile(path) and not os.path.islink(path) else None}
 print(json.dumps(found))

@@ -126,6 +126,8 @@ def _busybox_archive(program: bytes, applets: list[str]) -> bytes:
             (b"usr", 0o755),
             (b"usr/bin", 0o755),
             (b"usr/sbin", 0o755),
+            (b"var", 0o755),
+            (b"var/tmp", 0o1777),
         )
     ]
     entries += [(Entry(name, REGULAR, mode=0o644, size=len(data)), data) for name, data in files.items()]

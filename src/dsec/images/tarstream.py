@@ -74,10 +74,10 @@ class Entry:
 
 
 def show(name: bytes) -> str:
-    """A name for a message: printable, bounded."""
+    """A name for a message: quoted, printable, bounded."""
     text = name.decode("utf-8", "backslashreplace")
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= 200 else text[:197] + "..."
+    return f"'{text}'" if len(text) <= 200 else f"'{text[:197]}...'"
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------- reading
@@ -93,7 +93,7 @@ def _number(raw: bytes, what: str, name: bytes) -> int:
     try:
         return int(digits.split(b"\0")[0], 8)
     except ValueError:
-        raise LayerInvalid(f"tar entry {show(name)!r}: its {what} is not a number") from None
+        raise LayerInvalid(f"tar entry {show(name)}: its {what} is not a number") from None
 
 
 def _text(raw: bytes) -> bytes:
@@ -116,7 +116,7 @@ class TarReader:
         while size:
             data = self._source.read(min(size, COPY))
             if not data:
-                after = f" after entry {show(self._last)!r}" if self._last else ""
+                after = f" after entry {show(self._last)}" if self._last else ""
                 raise LayerInvalid(f"the archive ends in the middle, at byte {self.position}{after}")
             self.position += len(data)
             size -= len(data)
@@ -181,10 +181,10 @@ class TarReader:
             while self._source.read(COPY):  # the rest is padding: read it, so that whoever writes the stream ends well
                 pass
             return None
-        want = _number(header[148:156], "checksum", header[:100])
+        want = header[148:156].strip(b" \0").split(b"\0")[0]
         total = sum(header) - sum(header[148:156]) + 8 * 32
-        if want != total:
-            after = f" after entry {show(self._last)!r}" if self._last else ": this is not a tar archive"
+        if not re.fullmatch(rb"[0-7]{1,8}", want) or int(want, 8) != total:
+            after = f" after entry {show(self._last)}" if self._last else ": this is not a tar archive"
             raise LayerInvalid(f"bad header checksum at byte {self.position - BLOCK}{after}")
         return header
 
@@ -199,13 +199,13 @@ class TarReader:
         if kind in (b"\0", b"7"):
             kind = DIRECTORY if name.endswith(b"/") and kind == b"\0" else REGULAR
         if kind == b"S" or any(key.startswith(b"GNU.sparse.") for key in pax):
-            raise LayerInvalid(f"tar entry {show(name)!r} is a sparse member: write the archive without --sparse")
+            raise LayerInvalid(f"tar entry {show(name)} is a sparse member: write the archive without --sparse")
         if kind not in (REGULAR, HARDLINK, SYMLINK, CHAR, BLOCKDEV, DIRECTORY, FIFO):
-            raise LayerInvalid(f"tar entry {show(name)!r} has the unknown type {kind!r}")
+            raise LayerInvalid(f"tar entry {show(name)} has the unknown type {kind!r}")
         if b"size" in pax:
             size = _decimal(pax[b"size"], "size", name)
         if size < 0:
-            raise LayerInvalid(f"tar entry {show(name)!r} has a negative size")
+            raise LayerInvalid(f"tar entry {show(name)} has a negative size")
         if kind != REGULAR:
             # A hard link's size, where a writer repeats the target's, has no data behind it; the others have none at all.
             size = 0
@@ -214,7 +214,7 @@ class TarReader:
         if mtime is None:
             mtime = b"%d" % _number(header[136:148], "time", name)
         elif not re.fullmatch(rb"-?\d{1,19}(\.\d{1,18})?", mtime):
-            raise LayerInvalid(f"tar entry {show(name)!r}: its time {show(mtime)!r} is not a number")
+            raise LayerInvalid(f"tar entry {show(name)}: its time {show(mtime)} is not a number")
         xattrs = {key[13:]: value for key, value in pax.items() if key.startswith(b"SCHILY.xattr.")}
         return Entry(
             name=name,
@@ -233,7 +233,7 @@ class TarReader:
 
 def _decimal(raw: bytes, what: str, name: bytes) -> int:
     if not re.fullmatch(rb"\d{1,19}", raw):
-        raise LayerInvalid(f"tar entry {show(name)!r}: its {what} {show(raw)!r} is not a number")
+        raise LayerInvalid(f"tar entry {show(name)}: its {what} {show(raw)} is not a number")
     return int(raw)
 
 
@@ -337,12 +337,12 @@ def _block(name: bytes, kind: bytes, mode: int, uid: int, gid: int, size: int, m
 def clean(name: bytes, what: str) -> bytes:
     """A path inside the layer, without leading slash; b"" is the root. LayerInvalid when it leaves the layer or no file could have it."""
     if b"\0" in name or not name:
-        raise LayerInvalid(f"{what} {show(name)!r} is empty or has a NUL in it")
+        raise LayerInvalid(f"{what} {show(name)} is empty or has a NUL in it")
     parts = [part for part in name.split(b"/") if part not in (b"", b".")]
     if b".." in parts:
-        raise LayerInvalid(f"{what} {show(name)!r} has '..' in it and could leave the layer")
+        raise LayerInvalid(f"{what} {show(name)} has '..' in it and could leave the layer")
     if any(len(part) > 255 for part in parts) or len(name) > 4096:
-        raise LayerInvalid(f"{what} {show(name)!r} is longer than a file system allows")
+        raise LayerInvalid(f"{what} {show(name)} is longer than a file system allows")
     return b"/".join(parts)
 
 
@@ -359,7 +359,7 @@ def normalize(
         seen[entry.name] = entry.kind
         summary.entries += 1
         if summary.entries > caps.entries:
-            raise LayerInvalid(f"the archive has more than {caps.entries} entries (at {show(entry.name)!r})")
+            raise LayerInvalid(f"the archive has more than {caps.entries} entries (at {show(entry.name)})")
         sink.write(encode(entry))
 
     def parents(path: bytes, given: bytes) -> None:
@@ -369,7 +369,7 @@ def normalize(
             missing.append(head)
             head = head.rpartition(b"/")[0]
         if seen[head] != DIRECTORY:
-            raise LayerInvalid(f"tar entry {show(given)!r} lies below {show(head)!r}, which is not a directory")
+            raise LayerInvalid(f"tar entry {show(given)} lies below {show(head)}, which is not a directory")
         for directory in reversed(missing):
             emit(Entry(directory, DIRECTORY))
 
@@ -380,7 +380,7 @@ def normalize(
         entry.name = b"/".join(part for part in (base, path) if part)
         if not entry.name or (not path and entry.kind == DIRECTORY):
             if entry.kind != DIRECTORY:
-                raise LayerInvalid(f"tar entry {show(given)!r} is the root but not a directory")
+                raise LayerInvalid(f"tar entry {show(given)} is the root but not a directory")
             if base:
                 parents(base + b"/x", given)
             continue  # the root and the prefix belong to the platform: 0755, root
@@ -390,7 +390,7 @@ def normalize(
         parents(entry.name, given)
         summary.bytes += entry.size
         if summary.bytes > caps.bytes:
-            raise LayerInvalid(f"the archive holds more than {caps.bytes} bytes (at {show(given)!r})")
+            raise LayerInvalid(f"the archive holds more than {caps.bytes} bytes (at {show(given)})")
         emit(entry)
         while data := reader.payload():
             sink.write(data)
@@ -413,30 +413,30 @@ def _wanted(entry: Entry, given: bytes, path: bytes, summary: Summary) -> bool:
         summary.drop("device nodes under /dev (the platform makes its own)")
         return False
     raise LayerInvalid(
-        f"tar entry {show(given)!r} is a device node ({entry.major}:{entry.minor}); only whiteouts (0:0) and nodes under /dev are taken"
+        f"tar entry {show(given)} is a device node ({entry.major}:{entry.minor}); only whiteouts (0:0) and nodes under /dev are taken"
     )
 
 
 def _check(entry: Entry, given: bytes, base: bytes, seen: dict[bytes, bytes]) -> None:
     before = seen.get(entry.name)
     if before is not None and (before == DIRECTORY) != (entry.kind == DIRECTORY):
-        raise LayerInvalid(f"tar entry {show(given)!r} appears twice, once as a directory and once not")
+        raise LayerInvalid(f"tar entry {show(given)} appears twice, once as a directory and once not")
     if before is not None and entry.kind != DIRECTORY:
-        raise LayerInvalid(f"tar entry {show(given)!r} appears twice")
+        raise LayerInvalid(f"tar entry {show(given)} appears twice")
     entry.mode &= 0o7777
     if not (0 <= entry.uid < (1 << 32) - 1 and 0 <= entry.gid < (1 << 32) - 1):
-        raise LayerInvalid(f"tar entry {show(given)!r} has the owner {entry.uid}:{entry.gid}, which no file can have")
+        raise LayerInvalid(f"tar entry {show(given)} has the owner {entry.uid}:{entry.gid}, which no file can have")
     if entry.kind == HARDLINK:
-        target = clean(entry.link, f"tar entry {show(given)!r}: link target")
+        target = clean(entry.link, f"tar entry {show(given)}: link target")
         target = b"/".join(part for part in (base, target) if part)
         if seen.get(target) in (None, DIRECTORY):
             raise LayerInvalid(
-                f"tar entry {show(given)!r} is a hard link to {show(entry.link)!r}, which is not a file before it in the archive"
+                f"tar entry {show(given)} is a hard link to {show(entry.link)}, which is not a file before it in the archive"
             )
         entry.link = target
     elif entry.kind == SYMLINK:
         if not entry.link or len(entry.link) > 4095 or b"\0" in entry.link:
-            raise LayerInvalid(f"tar entry {show(given)!r} is a symbolic link with an empty or too long target")
+            raise LayerInvalid(f"tar entry {show(given)} is a symbolic link with an empty or too long target")
     else:
         entry.link = b""
     if entry.kind not in (CHAR, BLOCKDEV):

@@ -1,0 +1,35 @@
+"""The doctor on this machine: it finds what is there, says how to get what is not, and leaves nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsec import doctor
+from dsec.linux import probes
+from dsec.linux.tools import Tools
+
+pytestmark = pytest.mark.root
+
+
+def test_this_machine_can_run_sandboxes(tmp_path: Path) -> None:
+    found = doctor.diagnose(tmp_path / "state")
+    assert [check for check in found if check.level == doctor.FATAL and not check.ok] == []
+    assert all(check.ok or check.fix for check in found) and len({check.name for check in found}) == len(found)
+    assert not any(tmp_path.iterdir())
+    doctor.ensure_runtime(tmp_path / "state")
+
+
+def test_missing_tools_are_named_with_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = Tools(tmp_path)
+    monkeypatch.setattr(Tools, "find", lambda self, name: None)
+    with pytest.raises(doctor.RuntimeMissing, match=r"mkfs\.erofs: not installed \(apt-get install erofs-utils") as caught:
+        doctor.ensure_runtime(tmp_path, tools)
+    assert {check.name for check in caught.value.checks} == {"mkfs.erofs", "mkfs.btrfs"}
+
+
+def test_a_failing_probe_says_why(tmp_path: Path) -> None:
+    assert "No such file" in str(probes.run("seccomp", str(tmp_path / "absent")))
+    assert "failed" in str(probes.run("erofs_file", "/bin/false", str(tmp_path)))
+    assert not any(tmp_path.iterdir())
