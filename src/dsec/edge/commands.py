@@ -28,7 +28,7 @@ ENDINGS: dict[int, Ending] = {
     wire.END_DISK_FULL: Ending.DISK_FULL,
     wire.END_OUTPUT_LIMIT: Ending.OUTPUT_LIMIT,
 }
-_LIMITS = (
+LIMITS = (
     (wire.LIMIT_MEMORY, "memory"),
     (wire.LIMIT_DISK, "disk"),
     (wire.LIMIT_PIDS, "pids"),
@@ -192,7 +192,7 @@ def result(sandbox: str, record: Record, out: bytes = b"", err: bytes = b"") -> 
         stderr_info=StreamInfo(total=record.err_total, dropped=record.err_dropped),
         stdout_head=head_of(record, wire.STREAM_OUT, len(out)),
         stderr_head=head_of(record, wire.STREAM_ERR, len(err)),
-        limits_hit=[name for bit, name in _LIMITS if record.limits & bit] if record.limits else [],
+        limits_hit=[name for bit, name in LIMITS if record.limits & bit] if record.limits else [],
         pipes_left_open=bool(record.flags & wire.R_PIPES_LEFT),
         session_lost=bool(record.flags & wire.R_SESSION_LOST),
         shell_replaced=bool(record.flags & wire.R_SHELL_REPLACED),

@@ -29,7 +29,7 @@ class EdgeConfig:
     state_dir: Path
     run_dir: Path
     aether: Path
-    seccomp: Path | None = None  # filter program (raw sock_filter array) that every command gets
+    seccomp: Path | None = None  # filter of every command (raw sock_filter array); None: built in run_dir
     prefix: str = ""  # four of [a-z0-9]; empty: made once and kept in state_dir
     medium_bytes: int = 0  # size of the file that holds the writable layers; 0: a quarter of the free space, 4 to 64 GiB
     max_sandboxes: int = 4000

@@ -34,6 +34,7 @@ class Launcher:
         self._buffer = bytearray(_MESSAGE)
         self._sock: socket.socket | None = None
         self._pidfd = -1
+        self._complaint = ""  # what it said before it ended
         self.pid = 0
 
     def start(self, arguments: list[str]) -> None:
@@ -143,6 +144,8 @@ class Launcher:
         if pidfd < 0:
             return
         how = self._reap(self.pid)
+        if self._complaint:
+            how = f"{how}: {self._complaint}"
         self._drop(ConnectionLost(f"the launcher {how}"))
         os.close(pidfd)
         self._on_exit(how)
@@ -162,6 +165,8 @@ class Launcher:
             try:
                 frame = wire.single(bytes(self._buffer[:got]))
                 future = self._pending.pop(frame.request, None)
+                if future is None and frame.type == wire.F_ERROR:
+                    self._complaint = str(failure(frame.payload))
                 if future is not None and not future.done():
                     if frame.type == wire.F_ERROR:
                         future.set_exception(failure(frame.payload))

@@ -11,7 +11,8 @@ from pathlib import Path
 from dsec.edge.journal import VERSION as JOURNAL_VERSION
 from dsec.edge.journal import Change, Create, Ended, Entry, Ready
 from dsec.edge.supervisor import Control
-from libdsec.errors import DSecError, IdempotencyConflict, NameInUse, ResourceExhausted, SandboxEnded, SandboxNotFound
+from dsec.edge.wire import Record
+from libdsec.errors import DSecError, IdempotencyConflict, NameInUse, ResourceExhausted, SandboxEnded, SandboxLost, SandboxNotFound
 from libdsec.wire import Cause, Health, Limits, SandboxInfo, SandboxSpec, State
 
 SLOT_SIZE = 65536
@@ -57,9 +58,11 @@ class Sandbox:
         "layers",
         "limits",
         "name",
+        "oom_events",
         "pid",
         "ready",
         "recovering",
+        "refused",
         "reserved",
         "run_dir",
         "slot",
@@ -107,10 +110,12 @@ class Sandbox:
         self.pid = self.init_pid = 0
         self.control: Control | None = None
         self.create: Create | None = None
+        self.oom_events = 0
+        self.refused: DSecError | None = None  # its supervisor cannot be talked to: it can only be stopped
         self.recovering: asyncio.Future[None] | None = None  # its connection broke; done when that is settled
         self.ready: asyncio.Future[None] = loop.create_future()  # created, or the error of the creation
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.waits: dict[str, asyncio.Future[object]] = {}  # one WAIT a command, whoever waits
+        self.waits: dict[str, asyncio.Task[Record | DSecError]] = {}  # one WAIT a command, whoever waits
 
     def info(self) -> SandboxInfo:
         """As listings show it."""
@@ -126,6 +131,13 @@ class Sandbox:
         self.health = Health.DAMAGED
         if what not in self.damage and len(self.damage) < 16:
             self.damage.append(what)
+
+    def lost(self) -> DSecError:
+        """The error for an operation that was under way when it ended."""
+        if self.cause is not Cause.INFRA_LOST:
+            return self.gone()
+        message = f"sandbox {self.id} was lost: {self.detail}"
+        return SandboxLost(message, sandbox=self.id, state="ended", cause=self.cause.value, detail=self.detail, ended_at=self.ended_at)
 
     def gone(self) -> DSecError:
         """The error for an operation on it after its end."""

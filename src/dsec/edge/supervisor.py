@@ -195,7 +195,7 @@ class Control:
             return
         except OSError as error:
             self._lost(ConnectionLost(f"receive from {self.path}: {error.strerror}"))
-        except (ConnectionLost, WireError, DSecError) as error:
+        except (ConnectionLost, DSecError) as error:
             self._lost(error)
 
     def _frame(self, frame: Frame) -> None:
@@ -231,7 +231,7 @@ class Control:
 
     def _lost(self, error: Exception) -> None:
         if not self.closed:
-            self.fail(error if isinstance(error, ConnectionLost | DSecError) else ConnectionLost(str(error)))
+            self.fail(error if isinstance(error, ConnectionLost | WireVersion) else ConnectionLost(str(error)))
             self._on_lost(error)
 
 

@@ -37,6 +37,8 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
+from libdsec.errors import DSecError
+
 WIRE_MAJOR: Final = 1
 WIRE_MINOR: Final = 0
 WIRE_MAX: Final = 1 << 20
@@ -218,7 +220,7 @@ LENGTH_MIN: Final = HEADER_SIZE - 4
 LENGTH_MAX: Final = WIRE_MAX + 64
 
 
-class WireError(Exception):
+class WireError(DSecError):
     """The peer sent something that is not a frame of this wire; the connection cannot be used any more."""
 
 

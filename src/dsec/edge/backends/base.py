@@ -9,7 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from dsec.images.model import Layer, ResolvedImage
 from libdsec.errors import Unsupported
+
+__all__ = [
+    "CAPABILITIES", "Backend", "DiskUsage", "ImageResolver", "Layer", "ResolvedImage", "StartSpec", "Started", "capabilities", "require",
+]  # fmt: skip
 
 # What a sandbox of a backend can do. A backend names every one of them.
 CAPABILITIES = (
@@ -25,25 +30,6 @@ def capabilities(*present: str) -> dict[str, bool]:
     if unknown:
         raise ValueError(f"no such capabilities: {sorted(unknown)}")
     return {name: name in present for name in CAPABILITIES}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layer:
-    """A read-only layer: its digest (`sha256:...`) and its image file."""
-
-    digest: str
-    path: Path
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ResolvedImage:
-    """What an image name stands for now. `layers`: base first."""
-
-    name: str | None
-    layers: Sequence[Layer]
-    env: Mapping[str, str]
-    user: str
-    workdir: str
 
 
 class ImageResolver(Protocol):
@@ -109,8 +95,11 @@ class DiskUsage:
 class Backend(Protocol):
     """One kind of sandbox."""
 
-    name: str
-    capabilities: Mapping[str, bool]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capabilities(self) -> Mapping[str, bool]: ...
 
     async def open(self, join: int | None) -> None:
         """Get ready. `join`: pid of a supervisor of an earlier edge that still lives, whose mounts are to be shared."""
@@ -130,6 +119,10 @@ class Backend(Protocol):
 
     async def orphans(self, known: Iterable[str]) -> list[str]:
         """Ids of sandboxes of this edge that have kernel objects here and are not known."""
+        ...
+
+    async def unmount(self, digest: str) -> None:
+        """Let go of a layer before its file is deleted. Nothing happens when it is not held."""
         ...
 
     async def disk_usage(self) -> DiskUsage:

@@ -1,0 +1,230 @@
+"""The container backend: one aether a sandbox, forked by the launcher, on read-only layers and a writable layer with a quota."""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from dsec.edge import wire
+from dsec.edge.backends.base import DiskUsage, Layer, Started, StartSpec, capabilities
+from dsec.edge.commands import env_fields, text_field
+from dsec.edge.config import MIB, EdgeConfig
+from dsec.edge.launcher import Launcher
+from dsec.edge.supervisor import ConnectionLost
+from dsec.edge.wire import Fields
+from dsec.guard import seccomp
+from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable
+
+MAX_LAYERS = 64
+_ID = re.compile(r"[a-z0-9]{20}")
+_GIB = 1 << 30
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class Container:
+    """Containers of one edge."""
+
+    name = "container"
+    capabilities = capabilities(
+        "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "trusted_supervisor"
+    )
+
+    def __init__(self, config: EdgeConfig, prefix: str, survivor: Callable[[], int | None], on_restart: Callable[[], None]) -> None:
+        """`survivor`: pid of a supervisor that lives now, for a launcher that has to join its mounts; `on_restart`: a launcher died."""
+        self._config = config
+        self.cgroup = f"dsec-{prefix}"
+        self._survivor = survivor
+        self._on_restart = on_restart
+        self._launcher: Launcher | None = None
+        self._opening: asyncio.Lock = asyncio.Lock()
+        self._mounted: dict[str, asyncio.Future[None]] = {}
+        self._closed = False
+
+    async def open(self, join: int | None) -> None:
+        """Start the launcher and mount the medium. A medium that no supervisor holds any more is emptied by that."""
+        async with self._opening:
+            await self._start(join)
+
+    async def close(self) -> None:
+        """End the launcher; sandboxes go on. Removes the cgroup parents when no sandbox is left in them."""
+        self._closed = True
+        if self._launcher is not None:
+            await self._launcher.close()
+            self._launcher = None
+        for parent in self._cgroup_parents():
+            with contextlib.suppress(OSError):  # not empty: sandboxes live on
+                parent.rmdir()
+
+    async def start(self, spec: StartSpec) -> Started:
+        """Make a sandbox. On an error the launcher has removed all it made."""
+        if len(spec.layers) > MAX_LAYERS:
+            raise InvalidRequest(f"{len(spec.layers)} layers, at most {MAX_LAYERS} can be stacked", field="layers")
+        launcher = await self._running()
+        for layer in spec.layers:
+            mounted = self._mounted.get(layer.digest)
+            if mounted is None or not mounted.done():
+                await self._mount(launcher, layer)
+        try:
+            reply = await launcher.call(wire.F_CREATE, self._create(spec))
+        except ConnectionLost as error:
+            raise ResourceExhausted(f"sandbox {spec.id}: {error} while it was made", resource="launcher", retry_after=0.5) from error
+        fields = Fields(reply.payload)
+        return Started(spec.run_dir / "aether.sock", fields.u64(wire.T_PID), fields.u64(wire.T_INIT_PID))
+
+    async def reap(self, sandbox_id: str, run_dir: Path, state_dir: Path, memory_disk: bool) -> None:
+        """Kill and remove whatever is left of a sandbox. Tried again once when the launcher dies meanwhile."""
+        request = (
+            wire.text(wire.T_ID, sandbox_id)
+            + wire.text(wire.T_RUN_DIR, str(run_dir))
+            + wire.text(wire.T_STATE_DIR, str(state_dir))
+            + wire.u64(wire.T_MEDIUM, wire.MEDIUM_MEMORY if memory_disk else wire.MEDIUM_BTRFS)
+        )
+        for attempt in range(2):
+            try:
+                await (await self._running()).call(wire.F_REAP, request)
+                return
+            except ConnectionLost:
+                if attempt:
+                    raise
+
+    async def orphans(self, known: Iterable[str]) -> list[str]:
+        """Ids with a directory in RUN or STATE/sandboxes, or a cgroup, that are not known."""
+        found: set[str] = set()
+        for parent in (self._config.run_dir, self._config.sandboxes, *self._cgroup_parents()):
+            try:
+                with os.scandir(parent) as entries:
+                    found.update(e.name for e in entries if _ID.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+            except FileNotFoundError:
+                continue
+        return sorted(found.difference(known))
+
+    async def disk_usage(self) -> DiskUsage:
+        """Size and free bytes of the writable medium."""
+        fields = Fields((await (await self._running()).call(wire.F_DISK_USAGE)).payload)
+        size = fields.u64(wire.T_SIZE)
+        return DiskUsage(size, fields.u64(wire.T_BYTES))
+
+    async def unmount(self, digest: str) -> None:
+        """Let go of a layer that no sandbox uses any more, before its file is deleted."""
+        if self._mounted.pop(digest, None) is not None:
+            await (await self._running()).call(wire.F_UMOUNT_LAYER, wire.text(wire.T_NAME, layer_name(digest)))
+
+    # launcher ---------------------------------------------------------------------------------------------------------------------
+
+    async def _running(self) -> Launcher:
+        if self._launcher is None:
+            async with self._opening:
+                if self._launcher is None:
+                    await self._start(self._survivor())
+        assert self._launcher is not None
+        return self._launcher
+
+    async def _start(self, join: int | None) -> None:
+        if self._closed:
+            raise Unavailable("the edge is stopping")
+        config = self._config
+        filter_path = config.seccomp or seccomp.build(config.run_dir / "seccomp.bpf")
+        arguments = ["--run", str(config.run_dir), "--state", str(config.state_dir), "--cgroup", self.cgroup, "--seccomp", str(filter_path)]
+        if join is not None:
+            arguments += ["--join", str(join)]
+        launcher = Launcher(self._config.aether, self._died)
+        launcher.start(arguments)
+        # every layer is asked for again: the launcher knows which are mounted in the namespace that it joined
+        self._mounted = {}
+        try:
+            await launcher.call(wire.F_MOUNT_MEDIUM, self._medium())
+        except ConnectionLost as error:
+            raise Unavailable(f"the launcher could not start: {error}", retry_after=1.0) from error
+        except BaseException:
+            await launcher.close()
+            raise
+        self._launcher = launcher
+
+    def _died(self, how: str) -> None:
+        self._launcher = None
+        self._on_restart()
+
+    def _medium(self) -> bytes:
+        size = self._config.medium_bytes
+        path = self._config.medium
+        if not size:
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:
+                disk = shutil.disk_usage(self._config.state_dir)
+                size = min(64 * _GIB, max(4 * _GIB, disk.free // 4))
+        mkfs = shutil.which("mkfs.btrfs", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") or "/usr/sbin/mkfs.btrfs"
+        return wire.text(wire.T_PATH, str(path)) + wire.u64(wire.T_SIZE, size // MIB * MIB) + wire.text(wire.T_NAME, mkfs)
+
+    async def _mount(self, launcher: Launcher, layer: Layer) -> None:
+        mounted = self._mounted.get(layer.digest)
+        if mounted is None:
+            # whoever is first asks; the others wait for the same answer
+            mounted = self._mounted[layer.digest] = asyncio.get_running_loop().create_future()
+            try:
+                await asyncio.shield(
+                    launcher.call(
+                        wire.F_MOUNT_LAYER, wire.text(wire.T_NAME, layer_name(layer.digest)) + wire.text(wire.T_PATH, str(layer.path))
+                    )
+                )
+            except BaseException as error:
+                if self._mounted.get(layer.digest) is mounted:
+                    del self._mounted[layer.digest]
+                lost = isinstance(error, ConnectionLost | asyncio.CancelledError)
+                mounted.set_exception(Unavailable(f"layer {layer.digest} was not mounted", retry_after=0.5) if lost else error)
+                mounted.exception()
+                if isinstance(error, ConnectionLost):
+                    raise Unavailable(f"layer {layer.digest}: {error}", retry_after=0.5) from error
+                raise
+            mounted.set_result(None)
+        await asyncio.shield(mounted)
+
+    def _create(self, spec: StartSpec) -> bytes:
+        parts = [
+            wire.text(wire.T_ID, spec.id),
+            text_field(wire.T_HOSTNAME, spec.hostname, "hostname"),
+            wire.u64(wire.T_UID_BASE, spec.uid_base),
+            wire.u64(wire.T_USERNS, 1),
+            wire.u64(wire.T_MEDIUM, wire.MEDIUM_MEMORY if spec.memory_disk else wire.MEDIUM_BTRFS),
+            wire.u64(wire.T_DISK_BYTES, spec.disk_bytes),
+            wire.u64(wire.T_MEMORY_BYTES, spec.memory_bytes),
+            wire.u64(wire.T_PIDS, spec.pids),
+            wire.u64(wire.T_CPU_MILLI, spec.cpu_milli),
+            wire.u64(wire.T_NOFILE, spec.open_files),
+            wire.u64(wire.T_SHM_BYTES, spec.shm_bytes),
+            wire.u64(wire.T_LOG_HEAD, spec.log_head),
+            wire.u64(wire.T_LOG_TAIL, spec.log_tail),
+            wire.u64(wire.T_LOG_BUDGET, spec.log_budget),
+            wire.u64(wire.T_DEADLINE_NS, spec.deadline_ns),
+            wire.u64(wire.T_IDLE_NS, spec.idle_ns),
+            text_field(wire.T_WORKDIR, spec.workdir, "workdir"),
+            text_field(wire.T_USER, spec.user, "user"),
+            wire.text(wire.T_RUN_DIR, str(spec.run_dir)),
+            wire.text(wire.T_STATE_DIR, str(spec.state_dir)),
+        ]
+        parts.extend(wire.text(wire.T_LAYER, layer_name(layer.digest)) for layer in reversed(spec.layers))  # topmost first
+        parts.append(env_fields(spec.env))
+        return b"".join(parts)
+
+    def _cgroup_parents(self) -> list[Path]:
+        """Directories of this edge in every cgroup hierarchy: the v2 root, or each v1 controller and the v2 tree beside them."""
+        found = []
+        for base in (_CGROUPS, *(_CGROUPS.iterdir() if _CGROUPS.is_dir() else ())):
+            path = base / self.cgroup
+            try:
+                if path.is_dir() and not base.is_symlink():
+                    found.append(path)
+            except OSError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+        return found
+
+
+def layer_name(digest: str) -> str:
+    """A digest as a directory name."""
+    return digest.replace(":", "-")

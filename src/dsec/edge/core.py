@@ -1,0 +1,267 @@
+"""What every operation of the edge stands on: the table, the connections to supervisors, and how a sandbox ends.
+
+A sandbox ends in one place, `finish`, whoever noticed it: its supervisor said so, its supervisor is dead, or it did not obey a stop.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from dsec.edge import journal as lines
+from dsec.edge import records, wire
+from dsec.edge.admission import Admission
+from dsec.edge.backends.base import Backend, ImageResolver
+from dsec.edge.config import EdgeConfig
+from dsec.edge.journal import Journal
+from dsec.edge.lifecycle import Sandbox, Table
+from dsec.edge.metrics import Metrics
+from dsec.edge.supervisor import ConnectionLost, Control, lost
+from dsec.edge.wire import Fields, Frame, WireError
+from libdsec.errors import DSecError, Unavailable, WireVersion
+from libdsec.wire import Cause, Health, State
+
+log = logging.getLogger("dsec.edge")
+
+_RECONNECT = 1.0  # seconds in which a supervisor whose connection broke must answer again
+
+
+class Core:
+    """State of one edge. `Operations` and `Edge` build on it."""
+
+    def __init__(self, config: EdgeConfig, images: ImageResolver) -> None:
+        self.config = config
+        self.images = images
+        self.counters = Metrics()
+        self.admission = Admission(config)
+        self.journal = Journal(config.journal)
+        self.table = Table(config.prefix)
+        self.backends: dict[str, Backend] = {}
+        self.closing = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run work in the background; the edge waits for it when it closes, and its failure is logged."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background work %s failed", task.get_name(), exc_info=task.exception())
+
+    # reaching a sandbox -----------------------------------------------------------------------------------------------------------
+
+    def live(self, sandbox_id: str) -> Sandbox:
+        """A sandbox that has not ended. SandboxNotFound, SandboxEnded."""
+        sandbox = self.table.get(sandbox_id)
+        if sandbox.state is State.ENDED:
+            raise sandbox.gone()
+        return sandbox
+
+    async def reach(self, sandbox: Sandbox) -> Control:
+        """The open control connection, waiting for a creation or a recovery that is under way. SandboxEnded, SandboxLost, WireVersion."""
+        control = sandbox.control
+        if control is not None and not control.closed:
+            return control
+        if sandbox.state is State.CREATING:
+            await asyncio.shield(sandbox.ready)
+        if sandbox.recovering is not None:
+            await asyncio.shield(sandbox.recovering)
+        if sandbox.state is State.ENDED:
+            raise sandbox.gone()
+        if sandbox.refused is not None:
+            raise sandbox.refused
+        if self.closing:
+            raise Unavailable("the edge is stopping")
+        if sandbox.control is None or sandbox.control.closed:
+            raise lost(sandbox.id, "there is no connection to its supervisor")
+        return sandbox.control
+
+    async def call(self, sandbox: Sandbox, kind: int, payload: bytes = b"", again: bool = True) -> Frame:
+        """One request and its reply. A request whose connection broke is sent once more (`again`) when the supervisor answers again:
+        only for requests that have the same effect when they come twice."""
+        control = sandbox.control
+        if control is None or control.closed:
+            control = await self.reach(sandbox)
+        try:
+            return await control.call(kind, payload)
+        except ConnectionLost as error:
+            # until here the request may have been served or not
+            control = await self._after_loss(sandbox, error)
+        if not again:
+            raise lost(sandbox.id, "its connection broke during the request; the effect is unknown")
+        try:
+            return await control.call(kind, payload)
+        except ConnectionLost as error:
+            await self._after_loss(sandbox, error)
+            raise lost(sandbox.id, str(error)) from error
+
+    async def collect(self, sandbox: Sandbox, kind: int, payload: bytes = b"") -> list[Frame]:
+        """A request whose reply is a list."""
+        try:
+            return await (await self.reach(sandbox)).collect(kind, payload)
+        except ConnectionLost as error:
+            control = await self._after_loss(sandbox, error)
+        try:
+            return await control.collect(kind, payload)
+        except ConnectionLost as error:
+            await self._after_loss(sandbox, error)
+            raise lost(sandbox.id, str(error)) from error
+
+    async def _after_loss(self, sandbox: Sandbox, error: ConnectionLost) -> Control:
+        """A request was under way when the connection broke: the new connection, or the error that says what became of the sandbox."""
+        if sandbox.recovering is not None:
+            await asyncio.shield(sandbox.recovering)
+        if sandbox.state is State.ENDED:
+            raise sandbox.lost() from error
+        return await self.reach(sandbox)
+
+    async def fate(self, sandbox: Sandbox, why: str) -> DSecError:
+        """The error for an operation whose own connection broke or was told that the sandbox ends."""
+        with contextlib.suppress(TimeoutError):
+            if sandbox.recovering is not None:
+                await asyncio.wait_for(asyncio.shield(sandbox.recovering), _RECONNECT + self.config.stop_timeout)
+            if sandbox.state is not State.ENDED:
+                # the control connection notices within the same instant when the supervisor is gone
+                await asyncio.wait_for(asyncio.shield(sandbox.ended), _RECONNECT)
+        return sandbox.lost() if sandbox.state is State.ENDED else lost(sandbox.id, why)
+
+    # connection -------------------------------------------------------------------------------------------------------------------
+
+    async def connect(self, sandbox: Sandbox) -> Control:
+        """Open the control connection. ConnectionLost when nobody is there."""
+        control: Control
+
+        def on_event(frame: Frame) -> None:
+            self._event(sandbox, frame)
+
+        def on_lost(error: Exception) -> None:
+            if sandbox.control is control:
+                self._lost(sandbox, error)
+
+        control = await Control.open(sandbox.socket, on_event, on_lost)
+        return control
+
+    async def take_over(self, sandbox: Sandbox, timeout: float) -> None:
+        """Connect to a supervisor that was there before us, and take over what it knows. ConnectionLost, WireVersion, TimeoutError."""
+        control = await self.connect(sandbox)
+        sandbox.pid = control.pid
+        try:
+            frame = await asyncio.wait_for(control.call(wire.F_STAT), timeout)
+        except BaseException:
+            control.fail(ConnectionLost("not attached"))
+            raise
+        fields = Fields(frame.payload)
+        if fields.text(wire.T_HEALTH) == Health.DAMAGED.value:
+            sandbox.damaged("its shell was replaced")
+        if control.hello is not None:
+            sandbox.init_pid = control.hello.u64(wire.T_INIT_PID)
+        sandbox.control = control
+        sandbox.state = State.RUNNING
+
+    def _event(self, sandbox: Sandbox, frame: Frame) -> None:
+        fields = Fields(frame.payload)
+        if frame.type == wire.F_ENDED:
+            cause = _cause(fields.text(wire.T_CAUSE))
+            self.finish(sandbox, cause, fields.text(wire.T_MESSAGE) or None, fields.u64(wire.T_TIME_NS) / 1e9 or time.time())
+            return
+        name = fields.text(wire.T_EVENT)
+        if name == "oom":
+            sandbox.oom_events += 1
+            self.counters.ooms.inc()
+        if fields.text(wire.T_HEALTH) == Health.DAMAGED.value:
+            sandbox.damaged(fields.text(wire.T_MESSAGE) if name == "damaged" else "its shell was replaced")
+
+    def _lost(self, sandbox: Sandbox, error: Exception) -> None:
+        sandbox.control = None
+        if sandbox.state is State.ENDED or self.closing or sandbox.recovering is not None:
+            return
+        sandbox.recovering = asyncio.get_running_loop().create_future()
+        self.spawn(self._recover(sandbox, error), f"recover {sandbox.id}")
+
+    async def _recover(self, sandbox: Sandbox, error: Exception) -> None:
+        """The connection broke. Once more, within a second; a supervisor that does not answer then is dead to us, and so is the sandbox."""
+        why = str(error)
+        try:
+            try:
+                await self.take_over(sandbox, _RECONNECT)
+                self.counters.reconnects.inc()
+                log.warning("sandbox %s: its connection broke (%s) and is back", sandbox.id, why)
+                return
+            except WireVersion as refused:
+                sandbox.refused = refused
+                return
+            except (ConnectionLost, WireError, DSecError, TimeoutError) as again:
+                why = f"{why}; {again}" if str(again) and str(again) != why else why
+            await self.bury(sandbox, f"its supervisor is gone: {why}")
+        finally:
+            if sandbox.recovering is not None:
+                sandbox.recovering.set_result(None)
+                sandbox.recovering = None
+
+    # the end ----------------------------------------------------------------------------------------------------------------------
+
+    async def bury(self, sandbox: Sandbox, why: str, cause: Cause = Cause.INFRA_LOST) -> None:
+        """End a sandbox without its supervisor: kill by cgroup, remove what is left, take the cause from what the supervisor wrote."""
+        backend = self.backends[sandbox.backend]
+        try:
+            await backend.reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, sandbox.spec.disk == "memory")
+        except (ConnectionLost, DSecError) as error:
+            # what is left has no journal line that says it lives, so the next start finds it as an orphan
+            log.error("sandbox %s: clean-up failed: %s", sandbox.id, error)
+            why = f"{why}; clean-up failed: {error}"
+        end = records.read_end(sandbox.state_dir)
+        if end is not None:
+            self.finish(sandbox, end.cause, end.detail, end.time_ns / 1e9 or time.time())
+        elif sandbox.stopping is not None:
+            self.finish(sandbox, sandbox.stopping, why, time.time())
+        else:
+            self.finish(sandbox, cause, why, time.time())
+
+    def finish(self, sandbox: Sandbox, cause: Cause, detail: str | None, at: float) -> None:
+        """The sandbox has ended and its kernel objects are gone. Called once or more; the first call counts."""
+        if sandbox.state is State.ENDED:
+            return
+        sandbox.state = State.ENDED
+        sandbox.cause, sandbox.detail, sandbox.ended_at = cause, detail, at
+        control, sandbox.control = sandbox.control, None
+        if control is not None:
+            control.fail(sandbox.lost())
+        if sandbox.stopping is not None:
+            # the caller is done with it: nothing to read later
+            sandbox.kept = False
+            self.remove_records(sandbox)
+        try:
+            self.journal.write(lines.Ended(v=lines.VERSION, id=sandbox.id, at=at, cause=cause, detail=detail, kept=sandbox.kept))
+        except DSecError as error:
+            log.error("sandbox %s ended, but %s", sandbox.id, error)
+        self.images.unpin(sandbox.id)
+        self.table.end(sandbox)
+        self.counters.ended[cause].inc()
+        if not sandbox.ready.done():
+            sandbox.ready.set_exception(sandbox.gone())
+            sandbox.ready.exception()
+        if not sandbox.ended.done():
+            sandbox.ended.set_result(None)
+        if cause not in (Cause.STOPPED, Cause.EXPIRED):
+            log.warning("sandbox %s ended: %s: %s", sandbox.id, cause.value, detail)
+
+    def remove_records(self, sandbox: Sandbox) -> None:
+        """Delete its directory under STATE."""
+        try:
+            records.remove(sandbox.state_dir)
+        except OSError as error:
+            log.error("sandbox %s: %s cannot be removed: %s", sandbox.id, sandbox.state_dir, error.strerror)
+
+
+def _cause(text: str) -> Cause:
+    try:
+        return Cause(text)
+    except ValueError:  # a newer supervisor's word
+        return Cause.INFRA_LOST

@@ -1,0 +1,447 @@
+"""The edge of one node: create, list, stop and lease sandboxes; start, restart and end of the edge itself. docs/edge.md.
+
+`Edge` is called by the apiserver in the same process. Methods raise the typed errors of `libdsec.errors` and nothing else.
+"""
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from msgspec import UNSET
+
+from dsec.edge import journal as lines
+from dsec.edge import wire
+from dsec.edge.admission import raise_file_limit, resolve_limits
+from dsec.edge.backends.base import Backend, ImageResolver, ResolvedImage, StartSpec, require
+from dsec.edge.backends.container import Container
+from dsec.edge.config import MIB, EdgeConfig
+from dsec.edge.filesystem import Files
+from dsec.edge.lifecycle import PREFIX_LENGTH, SLOT_SIZE, Sandbox, Table, random_text
+from dsec.edge.recovery import Recovery
+from dsec.edge.specs import check_key, check_labels, check_lifetime, check_spec
+from dsec.edge.supervisor import ConnectionLost
+from libdsec.errors import DSecError, InvalidRequest, SandboxEnded, Unavailable, Unsupported
+from libdsec.wire import (
+    BatchItem,
+    BatchRequest,
+    Cause,
+    ErrorBody,
+    LeaseRequest,
+    NodeInfo,
+    SandboxInfo,
+    SandboxSpec,
+    State,
+)
+
+log = logging.getLogger("dsec.edge")
+Infos = list[SandboxInfo]
+_BATCH = 8  # creates of one batch under way
+_LATER = ("fncall", "microvm", "vm")  # backends by name that this node does not have
+
+
+class Edge(Recovery, Files):
+    """One edge. `start` before anything else, `close` at the end."""
+
+    def __init__(self, config: EdgeConfig, images: ImageResolver) -> None:
+        super().__init__(config, images)
+        self._creating = asyncio.Semaphore(config.max_creating)
+        self._sweeper: asyncio.Task[None] | None = None
+        self._version = _version()
+
+    # life of the edge -------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Take over what an earlier edge left, remove what nobody knows, and begin to admit."""
+        config = self.config
+        for directory in (config.state_dir, config.run_dir, config.sandboxes):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        raise_file_limit()
+        prefix = _prefix(config)
+        self.table = Table(prefix)
+        self.backends = {"container": Container(config, prefix, self.survivor, self.counters.launcher_restarts.inc)}
+        self.counters.watch(
+            creating=lambda: float(sum(s.state is State.CREATING for s in self.table.live())),
+            running=lambda: float(sum(s.state is State.RUNNING for s in self.table.live())),
+            tombstones=lambda: float(self.table.tombstones),
+            damaged=lambda: float(sum(bool(s.damage) for s in self.table.live())),
+        )
+        try:
+            await self.recover(lines.load(config.journal))
+            self.admission.disk = await self.backends["container"].disk_usage()
+        except lines.JournalError as error:
+            raise Unavailable(str(error)) from error
+        except BaseException:
+            await self.close(stop_sandboxes=False)
+            raise
+        self._sweeper = self.spawn(self.sweep(), "sweep")
+
+    async def close(self, stop_sandboxes: bool) -> None:
+        """Stop admitting; stop the sandboxes or leave them running for the next edge; let go of everything else."""
+        self.closing = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if stop_sandboxes:
+            await self._stop_all(self.table.live())
+        for sandbox in self.table.live():
+            control, sandbox.control = sandbox.control, None
+            if control is not None:
+                control.fail(Unavailable("the edge is stopping; the sandbox runs on", sandbox=sandbox.id))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for backend in self.backends.values():
+            await backend.close()
+        self.journal.close()
+
+    def metrics(self) -> bytes:
+        """Prometheus text."""
+        return self.counters.render()
+
+    async def node_info(self) -> NodeInfo:
+        """What this node is."""
+        self.admission.host.refresh()
+        return NodeInfo(
+            version=self._version,
+            edge=self.table.prefix,
+            sandboxes=len(self.table),
+            max_sandboxes=self.config.max_sandboxes,
+            memory_available=self.admission.host.available,
+            capabilities={name: dict(backend.capabilities) for name, backend in self.backends.items()},
+            checks=[],
+        )
+
+    async def release_layer(self, digest: str) -> None:
+        """Unmount a layer whose file is about to go."""
+        for backend in self.backends.values():
+            await backend.unmount(digest)
+
+    # create -----------------------------------------------------------------------------------------------------------------------
+
+    async def create(self, spec: SandboxSpec, idempotency_key: str | None = None, request_id: str | None = None) -> SandboxInfo:
+        """Create a sandbox and return when it runs. The same key and spec give the same sandbox, whoever asks and however often."""
+        began = time.monotonic()
+        try:
+            sandbox = await self._create(spec, idempotency_key, request_id)
+        except DSecError as error:
+            self.counters.refused(error.code)
+            raise
+        self.counters.create_seconds.observe(time.monotonic() - began)
+        return sandbox.info()
+
+    async def create_many(self, batch: BatchRequest) -> list[BatchItem]:
+        """Create `n` equal sandboxes, a few at a time; each succeeds or fails by itself."""
+        if not 1 <= batch.n <= self.config.max_batch:
+            raise InvalidRequest(f"n is {batch.n}, must be 1 to {self.config.max_batch}", field="n")
+        if batch.spec.name is not None and batch.n > 1:
+            raise InvalidRequest("a name is for one sandbox, not for a batch", field="spec.name")
+        items: list[BatchItem | None] = [None] * batch.n
+        numbers = iter(range(batch.n))
+
+        async def worker() -> None:
+            for number in numbers:
+                key = None if batch.idempotency_key is None else f"{batch.idempotency_key}-{number}"
+                try:
+                    items[number] = BatchItem(sandbox=await self.create(batch.spec, key))
+                except DSecError as error:
+                    body = ErrorBody(code=error.code, message=error.message, retryable=error.retryable, details=dict(error.details))
+                    if error.retry_after is not None:
+                        body.details["retry_after"] = error.retry_after
+                    items[number] = BatchItem(error=body)
+
+        await asyncio.gather(*(worker() for _ in range(min(_BATCH, batch.n))))
+        return [item for item in items if item is not None]
+
+    async def _create(self, spec: SandboxSpec, key: str | None, request_id: str | None) -> Sandbox:
+        if self.closing:
+            raise Unavailable("the edge is stopping")
+        if key is not None:
+            check_key(key)
+            known = self.table.by_key(key, spec)
+            if known is not None:
+                if known.state is State.CREATING:
+                    await asyncio.shield(known.ready)
+                return known
+        sandbox, backend = self._place(spec, key)
+        # in a task of its own: others may wait for the same sandbox, and what the launcher began must be finished or undone
+        self.spawn(self._make(sandbox, backend, request_id), f"create {sandbox.id}")
+        try:
+            await asyncio.shield(sandbox.ready)
+        except asyncio.CancelledError:
+            if key is None:  # its creator went away and left no key to come back with: nobody will ever use it
+                self._abandon(sandbox)
+            raise
+        return sandbox
+
+    def _place(self, spec: SandboxSpec, key: str | None) -> tuple[Sandbox, Backend]:
+        """Check, admit, and take a place in the table. Nothing in here waits, so two equal requests cannot both pass."""
+        backend = self.backends.get(spec.backend)
+        if backend is None:
+            if spec.backend in _LATER:
+                raise Unsupported(f"this node has no backend {spec.backend}", capability=f"backend:{spec.backend}", backend=spec.backend)
+            raise InvalidRequest(f"backend {spec.backend!r} is none of {', '.join(('container', *_LATER))}", field="backend")
+        check_spec(spec)
+        memory_disk = spec.disk == "memory"
+        if memory_disk:
+            require(backend, "memory_disk", "disk=memory")
+        limits = resolve_limits(spec.limits, self.config, self.admission.disk, memory_disk)
+        if spec.name is not None:
+            self.table.check_name(spec.name)
+        warnings = self.admission.admit(len(self.table), limits, memory_disk)
+        sandbox_id = self.table.free_id()
+        sandbox = Sandbox(
+            sandbox_id, spec, limits, self.table.take_slot(), self.config.run_dir / sandbox_id, self.config.sandboxes / sandbox_id
+        )
+        sandbox.key, sandbox.warnings = key, warnings
+        lifetime = spec.max_lifetime if spec.max_lifetime is not None else self.config.max_lifetime
+        sandbox.deadline = None if lifetime is None else sandbox.created_at + lifetime
+        sandbox.idle_timeout = spec.idle_timeout if spec.idle_timeout is not None else self.config.idle_timeout
+        self.table.add(sandbox)
+        return sandbox, backend
+
+    async def _make(self, sandbox: Sandbox, backend: Backend, request_id: str | None) -> None:
+        """From a place in the table to a running sandbox, or to nothing at all."""
+        spec = sandbox.spec
+        try:
+            image = await self.images.resolve(spec.image, spec.layers)
+            async with self._creating:
+                if sandbox.stopping is not None:
+                    raise _cancelled(sandbox)
+                # no wait between looking and pinning
+                self.images.pin([layer.digest for layer in image.layers], sandbox.id)
+                start = self._describe(sandbox, image)
+                self._log_create(sandbox)
+                started = await backend.start(start)
+                sandbox.pid, sandbox.init_pid = started.pid, started.init_pid
+                sandbox.control = await self.connect(sandbox)
+            self.journal.write(lines.Ready(v=lines.VERSION, id=sandbox.id, pid=started.pid, init=started.init_pid))
+        except Exception as error:
+            if not isinstance(error, DSecError | ConnectionLost):
+                log.exception("sandbox %s: creation failed (request %s)", sandbox.id, request_id)
+            failed = error if isinstance(error, DSecError) else Unavailable(f"sandbox {sandbox.id}: {error}", sandbox=sandbox.id)
+            unclear = not isinstance(error, DSecError) or error.details.get("resource") in ("launcher", "journal")
+            await self._undo(sandbox, failed, clean=not unclear)
+            return
+        if sandbox.state is not State.CREATING:
+            return  # it came up and ended before we looked
+        sandbox.state = State.RUNNING
+        self.counters.created.inc()
+        if sandbox.stopping is not None:
+            await self._end(sandbox, sandbox.stopping)  # the creator learns it from that
+        elif not sandbox.ready.done():
+            sandbox.ready.set_result(None)
+
+    def _describe(self, sandbox: Sandbox, image: ResolvedImage) -> StartSpec:
+        spec, limits, config = sandbox.spec, sandbox.limits, self.config
+        sandbox.image = image.name if spec.image is None else spec.image
+        sandbox.layers = [layer.digest for layer in image.layers]
+        sandbox.user, sandbox.workdir = spec.user or image.user, spec.workdir or image.workdir
+        output = limits.output_bytes or config.output_bytes
+        return StartSpec(
+            id=sandbox.id,
+            hostname=spec.hostname or spec.name or sandbox.id,
+            layers=image.layers,
+            env={**image.env, **spec.env} if image.env else spec.env,
+            user=sandbox.user,
+            workdir=sandbox.workdir,
+            uid_base=config.uid_base + sandbox.slot * SLOT_SIZE,
+            memory_bytes=(limits.memory_mb or 0) * MIB,
+            disk_bytes=(limits.disk_mb or 0) * MIB,
+            memory_disk=spec.disk == "memory",
+            pids=limits.pids or 0,
+            cpu_milli=max(10, round((limits.cpu_cores or 0) * 1000)),
+            open_files=limits.open_files or 0,
+            shm_bytes=config.shm_bytes,
+            log_head=output,
+            log_tail=output,
+            log_budget=max(config.log_budget, 4 * output),
+            deadline_ns=0 if sandbox.deadline is None else int(sandbox.deadline * 1e9),
+            idle_ns=0 if sandbox.idle_timeout is None else max(1, int(sandbox.idle_timeout * 1e9)),
+            run_dir=sandbox.run_dir,
+            state_dir=sandbox.state_dir,
+        )
+
+    def _log_create(self, sandbox: Sandbox) -> None:
+        sandbox.create = lines.Create(
+            v=lines.VERSION, id=sandbox.id, spec=sandbox.spec, limits=sandbox.limits, image=sandbox.image, layers=sandbox.layers,
+            user=sandbox.user, workdir=sandbox.workdir, backend=sandbox.backend, slot=sandbox.slot, at=sandbox.created_at,
+            deadline=sandbox.deadline, idle=sandbox.idle_timeout, key=sandbox.key, warnings=sandbox.warnings,
+        )  # fmt: skip
+        self.journal.write(sandbox.create)
+        sandbox.journaled = True
+
+    async def _undo(self, sandbox: Sandbox, error: DSecError, clean: bool) -> None:
+        """A creation failed. The backend has removed what it made, unless it died over it (`clean` is False)."""
+        if sandbox.state is State.ENDED:
+            return  # it came up and ended before we looked
+        if sandbox.journaled:
+            if not clean:
+                try:
+                    await self.backends[sandbox.backend].reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, sandbox.spec.disk == "memory")
+                except (DSecError, ConnectionLost) as failed:
+                    log.error("sandbox %s: clean-up after a failed creation: %s", sandbox.id, failed)
+            self.remove_records(sandbox)
+            try:
+                self.journal.write(lines.Gone(v=lines.VERSION, id=sandbox.id))
+            except DSecError as failed:
+                log.error("sandbox %s: %s", sandbox.id, failed)
+        control, sandbox.control = sandbox.control, None
+        if control is not None:
+            control.fail(error)
+        self.images.unpin(sandbox.id)
+        self.table.drop(sandbox)
+        sandbox.state, sandbox.kept, sandbox.ended_at = State.ENDED, False, time.time()
+        sandbox.cause, sandbox.detail = sandbox.stopping or Cause.INFRA_LOST, error.message
+        if not sandbox.ready.done():
+            sandbox.ready.set_exception(error)
+            sandbox.ready.exception()
+        if not sandbox.ended.done():
+            sandbox.ended.set_result(None)
+
+    def _abandon(self, sandbox: Sandbox) -> None:
+        if sandbox.state is State.ENDED or sandbox.stopping is not None:
+            return
+        sandbox.stopping = Cause.STOPPED
+        if sandbox.state is State.RUNNING:
+            self.spawn(self._end(sandbox, Cause.STOPPED), f"abandon {sandbox.id}")
+
+    # look, change, stop -----------------------------------------------------------------------------------------------------------
+
+    def get(self, sandbox_id: str) -> SandboxInfo:
+        """One sandbox, live or ended. SandboxNotFound."""
+        return self.table.get(sandbox_id).info()
+
+    def list(self, labels: Mapping[str, str] | None = None, state: State | str | None = None, name: str | None = None) -> Infos:
+        """Sandboxes with all these labels. `state` None: those that have not ended; "all": every one that is known."""
+        found = iter(self.table) if state in ("all", State.ENDED) else iter(self.table.live())
+        return [
+            sandbox.info()
+            for sandbox in found
+            if (state is None or state == "all" or sandbox.state == state)
+            and (name is None or sandbox.name == name)
+            and (not labels or all(sandbox.labels.get(key) == value for key, value in labels.items()))
+        ]
+
+    async def stop(self, sandbox_id: str, cause: Cause = Cause.STOPPED) -> SandboxInfo:
+        """End a sandbox and wait until nothing of it is left. One that is being created is cancelled. Ended ones stay as they are."""
+        sandbox = self.table.get(sandbox_id)
+        if sandbox.state is not State.ENDED:
+            if sandbox.stopping is None:
+                sandbox.stopping = cause
+            if sandbox.state is State.CREATING and not sandbox.ended.done():
+                await asyncio.wait((sandbox.ready, sandbox.ended), return_when=asyncio.FIRST_COMPLETED)
+            await self._end(sandbox, cause)
+        if sandbox.kept:
+            sandbox.kept = False
+            self.remove_records(sandbox)
+        return sandbox.info()
+
+    async def stop_many(self, labels: Mapping[str, str] | None) -> Infos:
+        """Stop every live sandbox that has all these labels."""
+        return await self._stop_all([self.table.get(info.id) for info in self.list(labels)])
+
+    async def _stop_all(self, sandboxes: Iterable[Sandbox]) -> Infos:
+        waiting = iter(list(sandboxes))
+        stopped: Infos = []
+
+        async def worker() -> None:
+            for sandbox in waiting:
+                try:
+                    stopped.append(await self.stop(sandbox.id))
+                except DSecError as error:
+                    log.error("sandbox %s: stop: %s", sandbox.id, error)
+
+        await asyncio.gather(*(worker() for _ in range(_BATCH)))
+        return stopped
+
+    async def _end(self, sandbox: Sandbox, cause: Cause) -> None:
+        if sandbox.recovering is not None:
+            await asyncio.shield(sandbox.recovering)
+        if sandbox.state is State.ENDED or not self.table.known(sandbox.id):
+            return
+        control = sandbox.control
+        if control is not None and not control.closed:
+            control.call(wire.F_STOP, wire.text(wire.T_CAUSE, cause.value))
+            try:
+                # its end comes as an event, or by way of a broken connection
+                await asyncio.wait_for(asyncio.shield(sandbox.ended), self.config.stop_timeout)
+                return
+            except TimeoutError:
+                log.warning("sandbox %s: its supervisor did not stop it within %s s", sandbox.id, self.config.stop_timeout)
+        control, sandbox.control = sandbox.control, None
+        if control is not None:
+            control.fail(ConnectionLost("its supervisor is hung"))
+        await self.bury(sandbox, "its supervisor did not answer a stop")
+
+    async def lease(self, sandbox_id: str, request: LeaseRequest) -> SandboxInfo:
+        """Change lifetimes: `max_lifetime` counts from now."""
+        sandbox = self.live(sandbox_id)
+        payload = b""
+        deadline, idle = sandbox.deadline, sandbox.idle_timeout
+        if request.max_lifetime is not UNSET:
+            if request.max_lifetime is not None:
+                check_lifetime("max_lifetime", request.max_lifetime)
+            deadline = None if request.max_lifetime is None else time.time() + request.max_lifetime
+            payload += wire.u64(wire.T_DEADLINE_NS, 0 if deadline is None else int(deadline * 1e9))
+        if request.idle_timeout is not UNSET:
+            if request.idle_timeout is not None:
+                check_lifetime("idle_timeout", request.idle_timeout)
+            idle = request.idle_timeout
+            payload += wire.u64(wire.T_IDLE_NS, 0 if idle is None else max(1, int(idle * 1e9)))
+        if payload:
+            await self.reach(sandbox)
+            self.journal.write(lines.Change(v=lines.VERSION, id=sandbox.id, labels=sandbox.labels, deadline=deadline, idle=idle))
+            await self.call(sandbox, wire.F_LEASE, payload)
+            sandbox.deadline, sandbox.idle_timeout = deadline, idle
+        return sandbox.info()
+
+    def set_labels(self, sandbox_id: str, labels: dict[str, str]) -> SandboxInfo:
+        """Replace the labels."""
+        sandbox = self.live(sandbox_id)
+        check_labels(labels)
+        change = sandbox.change()
+        change.labels = labels
+        self.journal.write(change)
+        sandbox.labels = labels
+        return sandbox.info()
+
+
+def _cancelled(sandbox: Sandbox) -> DSecError:
+    cause = sandbox.stopping or Cause.STOPPED
+    return SandboxEnded(
+        f"sandbox {sandbox.id} was stopped while it was created", sandbox=sandbox.id, state="ended", cause=cause.value, detail=None
+    )
+
+
+def _prefix(config: EdgeConfig) -> str:
+    """The edge's four characters: from the configuration, else the ones in STATE/edge.json, made at the first start."""
+    path = config.state_dir / "edge.json"
+    kept = ""
+    try:
+        kept = json.loads(path.read_text())["prefix"]
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unavailable(f"{path} cannot be read: {error}") from error
+    prefix = config.prefix or kept or random_text(PREFIX_LENGTH)
+    if len(prefix) != PREFIX_LENGTH or not prefix.isascii() or not prefix.isalnum() or prefix != prefix.lower():
+        raise Unavailable(f"the edge's prefix {prefix!r} is not {PREFIX_LENGTH} of a-z and 0-9")
+    if kept and prefix != kept:
+        raise Unavailable(f"the configuration says prefix {prefix!r}, the sandboxes in {config.state_dir} have {kept!r}")
+    if not kept:
+        fresh = Path(f"{path}.new")
+        fresh.write_text(json.dumps({"version": 1, "prefix": prefix}) + "\n")
+        os.replace(fresh, path)
+    return prefix
+
+
+def _version() -> str:
+    try:
+        return metadata.version("dsec")
+    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
+        return "0"
