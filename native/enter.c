@@ -109,7 +109,7 @@ static void program(const struct entry *x, const struct environment *e, struct f
     int fits = snprintf(path, sizeof path, "%.*s%s%s", (int)n, p, n ? "/" : "", name) < (int)sizeof path;
     if (fits) {
       execve(path, argv, env);
-      if (errno == ENOENT && !access(path, F_OK)) { exec_fault(f, path, ENOENT); return; }
+      if (errno == ENOENT && path_exists(path)) { exec_fault(f, path, ENOENT); return; }
       if (errno == EACCES) denied = 1;
       else if (errno != ENOENT && errno != ENOTDIR && errno != ELOOP) { exec_fault(f, path, errno); return; }
     }

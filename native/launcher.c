@@ -62,7 +62,7 @@ static int run_sealed(char **argv, struct fault *f) {
 static int make_init(struct fault *f) {
   size_t n = (size_t)(init_end - init_start);
   node.init_fd = program_memfd("init");
-  if (node.init_fd < 0 || write(node.init_fd, init_start, n) != (ssize_t)n || fchmod(node.init_fd, 0555) || fcntl(node.init_fd, F_ADD_SEALS, SEALS))
+  if (node.init_fd < 0 || write(node.init_fd, init_start, n) != (ssize_t)n || fchmod(node.init_fd, 0111) || fcntl(node.init_fd, F_ADD_SEALS, SEALS))
     return fault_host(f, errno, "make the program of PID 1");
   // a descriptor for reading only: one open for writing would refuse the exec
   char path[64];

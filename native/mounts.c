@@ -32,14 +32,14 @@ unsigned masks_present(void) {
   for (unsigned l = 0; l < COUNT(lists); l++)
     for (unsigned i = 0; i < lists[l].n; i++, bit++) {
       snprintf(path, sizeof path, "/proc/%s", lists[l].names[i]);
-      if (!access(path, F_OK)) bits |= 1u << bit;
+      if (path_exists(path)) bits |= 1u << bit;
     }
   return bits;
 }
 
 int fs_mount(const char *type, const char *const *options, unsigned attributes) {
   int fs = fsopen(type, FSOPEN_CLOEXEC), fd = -1, bad = fs < 0;
-  for (; !bad && options && *options; options += 2)
+  for (; !bad && *options; options += 2)
     bad = options[1] ? fsconfig(fs, FSCONFIG_SET_STRING, options[0], options[1], 0) : fsconfig(fs, FSCONFIG_SET_FLAG, options[0], NULL, 0);
   if (!bad && !fsconfig(fs, FSCONFIG_CMD_CREATE, NULL, NULL, 0)) fd = fsmount(fs, FSMOUNT_CLOEXEC, attributes);
   int err = errno;
@@ -91,7 +91,7 @@ static int chown_root(const struct sandbox *s, const char *path) { return chown(
 static int memory_upper(const struct sandbox *s, struct fault *f) {
   char size[32];
   snprintf(size, sizeof size, "%llu", (unsigned long long)s->spec.disk_bytes);
-  const char *const options[] = {"size", s->spec.disk_bytes ? size : "50%", "mode", "0755", NULL};
+  const char *const options[] = {"source", "upper", "size", s->spec.disk_bytes ? size : "50%", "mode", "0755", NULL};
   int fd = fs_mount("tmpfs", options, MOUNT_ATTR_NODEV);
   if (fd < 0 || attach(fd, "m") || fchdir(fd)) return fault_host(f, errno, "mount the memory medium of %s", s->spec.id);
   return fd;
@@ -136,13 +136,16 @@ static int upper(const struct sandbox *s, struct fault *f) {
 
 // Names are relative so that /proc/mounts inside shows nothing of the host.
 static int overlay(const struct sandbox *s, struct fault *f) {
-  char name[16];
+  char name[128];
   if (chdir(NODE_SCRATCH)) return fault_host(f, errno, "enter " NODE_SCRATCH);
   if (lowers(s, f)) return -1;
   int memory = -1;
   if (s->spec.medium == MEDIUM_MEMORY) {
     if ((memory = memory_upper(s, f)) < 0) return -1;
-  } else if (fchdir(s->box->volume)) return fault_host(f, errno, "enter the writable layer of %s", s->spec.id);
+  } else {                             // by path: an upper directory has to be in this mount namespace, and descriptors are of aether's
+    snprintf(name, sizeof name, NODE_MEDIUM "/%s", s->spec.id);
+    if (chdir(name)) return fault_host(f, errno, "enter the writable layer of %s", s->spec.id);
+  }
   if (upper(s, f)) return -1;
   int fs = fsopen("overlay", FSOPEN_CLOEXEC);
   int bad = fs < 0 || fsconfig(fs, FSCONFIG_SET_STRING, "source", "overlay", 0) || fsconfig(fs, FSCONFIG_SET_STRING, "upperdir", "u", 0) ||
@@ -170,8 +173,9 @@ static int directory(const struct sandbox *s, const char *path, mode_t mode, str
 static int proc(const struct sandbox *s, struct fault *f) {
   char path[64];
   unsigned bit = 0;
+  const char *const named[] = {"source", "proc", NULL};
   if (directory(s, "/proc", 0555, f)) return -1;
-  int fd = fs_mount("proc", NULL, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC);
+  int fd = fs_mount("proc", named, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC);
   if (fd < 0) return fault_host(f, errno, "mount proc");
   int bad = attach(fd, "/proc");
   close(fd);
@@ -202,7 +206,7 @@ static int devices(const struct setup *u, struct fault *f) {
   if (attach(s->box->devpts, "/dev/pts")) return place("/dev/pts", f);
   snprintf(size, sizeof size, "%llu", (unsigned long long)s->spec.shm_bytes);
   snprintf(base, sizeof base, "%u", s->spec.uid_base);
-  const char *const options[] = {"size", size, "mode", "1777", "uid", base, "gid", base, NULL};
+  const char *const options[] = {"source", "shm", "size", size, "mode", "1777", "uid", base, "gid", base, NULL};
   int fd = fs_mount("tmpfs", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC);
   if (fd < 0) return fault_host(f, errno, "mount /dev/shm");
   int bad = attach(fd, "/dev/shm");

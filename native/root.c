@@ -2,6 +2,7 @@
 // holds few mounts; and nothing that is mounted here ever appears on the host.
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/mount.h>
 #include <sched.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -36,16 +37,26 @@ static int scratch(void) {
   return 0;
 }
 
-static int bind_directory(const char *path, struct fault *f) {
+// A directory of the host, at the same path. It is taken before the new root covers anything and attached when that is there.
+static int take(const char *path, struct fault *f) {
+  if (make_dirs(path, 0755)) return fault_host(f, errno, "make %s", path);
+  int fd = open_tree(AT_FDCWD, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
+  return fd < 0 ? fault_host(f, errno, "take %s into the node's root", path) : fd;
+}
+
+static int give(int fd, const char *path, struct fault *f) {
   char to[4200];
   snprintf(to, sizeof to, ".%s", path);
-  if (make_dirs(path, 0755)) return fault_host(f, errno, "make %s", path);
-  if (make_dirs(to, 0755) || mount(path, to, NULL, MS_BIND, NULL)) return fault_host(f, errno, "bind %s into the node's root", path);
-  return 0;
+  int bad = make_dirs(to, 0755) || attach(fd, to), err = errno;
+  close(fd);
+  return bad ? fault_host(f, err, "bind %s into the node's root", path) : 0;
 }
 
 int root_make(struct fault *f) {
   if (unshare(CLONE_NEWNS) || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL)) return fault_host(f, errno, "make a mount namespace");
+  umask(0);                            // the modes of device nodes are meant as they are written
+  int run = take(node.run, f), state = run < 0 ? -1 : take(node.state, f);
+  if (state < 0) return -1;
   // any directory of the host will do as the place where the new root is stacked
   if (mount("dsec", "/tmp", "tmpfs", 0, "mode=755,size=4m") || chdir("/tmp")) return fault_host(f, errno, "mount the node's root");
   static const char *const dirs[] = {"proc", "dev", "layers", "medium", "loop"};
@@ -54,7 +65,7 @@ int root_make(struct fault *f) {
   if (mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL)) return fault_host(f, errno, "mount proc in the node's root");
   if (dev_template()) return fault_host(f, errno, "make the template of /dev");
   if (scratch()) return fault_host(f, errno, "make the scratch mount points");
-  if (bind_directory(node.run, f) || bind_directory(node.state, f)) return -1;
+  if (give(run, node.run, f) || give(state, node.state, f)) return -1;
   int mark = open("." NODE_MARK, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
   if (mark < 0 || write(mark, node.cgroup, strlen(node.cgroup)) < 0) return fault_host(f, errno, "mark the node's root");
   close(mark);

@@ -38,7 +38,7 @@ static int listen_first(struct sandbox *s, struct fault *f) {
 static int make_devpts(const struct sandbox *s, struct fault *f) {
   char gid[16];
   snprintf(gid, sizeof gid, "%u", s->spec.uid_base + 5);
-  const char *const options[] = {"newinstance", NULL, "ptmxmode", "0666", "mode", "0620", "gid", gid, NULL};
+  const char *const options[] = {"source", "devpts", "newinstance", NULL, "ptmxmode", "0666", "mode", "0620", "gid", gid, NULL};
   box.devpts = fs_mount("devpts", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC);
   return box.devpts < 0 ? fault_host(f, errno, "make the terminals of %s", s->spec.id) : 0;
 }
@@ -130,7 +130,7 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f) 
   // an id that is in use must not be undone
   char path[4200];
   snprintf(path, sizeof path, "%s/aether.sock", spec->run_dir);
-  if (!access(path, F_OK)) return fault_set(f, "internal", EEXIST, "the sandbox id %s is in use: %s", spec->id, path);
+  if (path_exists(path)) return fault_set(f, "internal", EEXIST, "the sandbox id %s is in use: %s", spec->id, path);
   if (listen_first(s, f) || cgroup_make(s, f) || (spec->medium == MEDIUM_BTRFS && medium_make(s, f)) || netns_make(f) ||
       (spec->userns && (s->userns_fd = userns_make(spec->uid_base, f)) < 0) || make_devpts(s, f) || start_init(s, f))
     goto undo;

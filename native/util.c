@@ -89,6 +89,8 @@ int read_key(int dir, const char *name, const char *key, uint64_t *v) {
   return -1;
 }
 
+int path_exists(const char *path) { return !access(path, F_OK); }
+
 int make_dirs(const char *path, mode_t mode) {
   char p[4096];
   size_t n = strlen(path);

@@ -19,6 +19,7 @@ int write_u64(int dir, const char *name, uint64_t v);
 ssize_t read_at(int dir, const char *name, char *to, size_t cap);          // NUL-terminated; length or -1
 int read_u64(int dir, const char *name, uint64_t *v);                      // the first number of a file
 int read_key(int dir, const char *name, const char *key, uint64_t *v);     // the number behind `key ` at a line's start
+int path_exists(const char *path);                                         // access(2); its F_OK is a frame type elsewhere
 int make_dirs(const char *path, mode_t mode);                              // mkdir -p; 0 or -1
 int open_inside(int root, const char *path, int flags);                   // as inside `root`: .. and absolute links stay in it
 int remove_all(int dir, const char *name);                                // rm -r, one file system, no link followed
