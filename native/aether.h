@@ -47,6 +47,7 @@ extern struct aether A;
 void loop_want(struct source *src, uint32_t events); // what to wait for; 0 takes it out of the loop
 void loop_close(struct source *src);                 // out of the loop and closed
 void loop_free(void *object);                        // free, but only when no event of this turn can name it any more
+void loop_collect(void);                             // between two turns
 void timer_want(uint64_t when);                      // be in tick() at this time at the latest
 void refresh(void);                                  // A.now, A.real
 void touch(void);                                    // the sandbox is not idle

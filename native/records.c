@@ -105,7 +105,9 @@ static uint64_t dropped(const struct log *l) { return l->total - log_kept(l); }
 int records_append(struct record *r, struct log *out, struct log *err) {
   if (end - first >= RECORDS_MAX) forget_oldest();
   if (end - first == cap && grow()) return -1;
-  if (file_size > log_budget() / 2) { log_spill(out); log_spill(err); } // records stay for good, so they stay small
+  // records stay for good: they may fill half of the budget with output, then they carry none and leave the rest to the logs
+  int heavy = file_size > log_budget() / 2;
+  if (heavy) { log_spill(out); log_spill(err); }
   r->magic = RECORD_MAGIC;
   r->out_total = out->total; r->out_dropped = dropped(out);
   r->err_total = err->total; r->err_dropped = dropped(err);
@@ -122,7 +124,7 @@ int records_append(struct record *r, struct log *out, struct log *err) {
   memcpy(e->id, r->command, sizeof e->id);
   link_in(seq);
   file_size += r->size;
-  log_charge(r->size);
+  if (!heavy) log_charge(r->size);
   return 0;
 }
 

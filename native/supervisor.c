@@ -72,6 +72,11 @@ void loop_free(void *object) {
   garbage[garbage_n++] = object;
 }
 
+void loop_collect(void) {
+  for (size_t i = 0; i < garbage_n; i++) free(garbage[i]);
+  garbage_n = 0;
+}
+
 void timer_want(uint64_t when) {
   if (when >= A.armed) return;
   A.armed = when;
@@ -348,7 +353,6 @@ void aether_main(struct sandbox *s) {
       if (src->fd >= 0 && src->events) src->on(src, events[i].events);
     }
     conns_pump();
-    for (size_t i = 0; i < garbage_n; i++) free(garbage[i]);
-    garbage_n = 0;
+    loop_collect();
   }
 }
