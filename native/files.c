@@ -195,7 +195,7 @@ static int parse(struct job *j, const uint8_t *p, size_t n) {
       case T_OVERWRITE: number = &a->overwrite; break;
       case T_RECURSIVE: number = &a->recursive; break;
       case T_FOLLOW: number = &a->follow; break;
-      case T_USER: continue;           // aether's: whose rights the helper was given
+      case T_USER: case T_TIMEOUT_NS: continue;    // the supervisor's: whose rights the helper was given, and for how long
       default: return fail(j, "wire_field", 0, "field %u is not one of a file request", i.tag);
     }
     if (text ? field_text(&i, text) : field_u64(&i, number)) return fail(j, "wire_field", 0, "field %u is malformed", i.tag);

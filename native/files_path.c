@@ -102,7 +102,7 @@ static int split(struct job *j, int base, const char *path, const char *shown, i
   memcpy(p->name, name, len);
   p->name[len] = 0;
   if (parents && dir[0] == '/') p->dir = make_dir(j, dir, 1, NULL);
-  else if ((p->dir = open_beneath(base, cut ? dir : ".", O_PATH | O_DIRECTORY, 0)) < 0) fail_errno(j, "open directory of", shown, NULL);
+  else if ((p->dir = open_beneath(base, cut ? dir : ".", O_PATH | O_DIRECTORY, 0)) < 0) fail_errno(j, "open the directory of", shown, NULL);
   return p->dir < 0 ? -1 : 0;
 }
 

@@ -282,6 +282,7 @@ int op_move(struct job *j) {
   if (renameat2(from.dir, from.name, to.dir, to.name, flags)) {
     if (errno == EXDEV) r = move_by_copy(j, &from, &to, flags);
     else if (errno == ENOTEMPTY || errno == EEXIST) r = fail(j, "file_exists", errno, "%.500s exists", a->dest);
+    else if (errno == EINVAL) r = fail(j, "file_error", EINVAL, "move %.500s into itself (%.500s)", a->path, a->dest);
     else if (errno == ENOTDIR || errno == EISDIR) r = fail_errno(j, "move to", a->dest, NULL);
     else r = fail_errno(j, "move", a->path, NULL);
   }

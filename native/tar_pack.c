@@ -55,16 +55,6 @@ static int record_number(struct pack *k, const char *key, uint64_t v) {
   return record(k, key, text, (size_t)snprintf(text, sizeof text, "%llu", (unsigned long long)v));
 }
 
-static int is_utf8(const char *s) {
-  for (const uint8_t *p = (const uint8_t *)s; *p;) {
-    int more = *p < 0x80 ? 0 : *p >= 0xc2 && *p < 0xe0 ? 1 : *p >= 0xe0 && *p < 0xf0 ? 2 : *p >= 0xf0 && *p < 0xf5 ? 3 : -1;
-    if (more < 0 || (*p == 0xe0 && p[1] < 0xa0) || (*p == 0xed && p[1] > 0x9f) || (*p == 0xf0 && p[1] < 0x90) || (*p == 0xf4 && p[1] > 0x8f)) return 0;
-    for (p++; more; more--, p++)
-      if ((*p & 0xc0) != 0x80) return 0;
-  }
-  return 1;
-}
-
 static void base_header(struct ustar *h, const char *name, char type, uint32_t mode, uint64_t size) {
   memset(h, 0, sizeof *h);
   size_t n = strlen(name);
@@ -89,8 +79,7 @@ static int header(struct pack *k, const char *name, const char *link, char type,
   struct ustar h;
   int64_t sec = st->st_mtim.tv_sec;
   long nsec = st->st_mtim.tv_nsec;
-  int names = strlen(name) > sizeof h.name || (link && strlen(link) > sizeof h.link);
-  if (names && !(is_utf8(name) && (!link || is_utf8(link))) && record(k, "hdrcharset", "BINARY", 6)) return -1;
+  // No hdrcharset for names that are not UTF-8: readers that know it do without, and GNU tar complains.
   if (strlen(name) > sizeof h.name && record(k, "path", name, strlen(name))) return -1;
   if (link && strlen(link) > sizeof h.link && record(k, "linkpath", link, strlen(link))) return -1;
   if (st->st_uid > OCTAL7 && record_number(k, "uid", st->st_uid)) return -1;
