@@ -20,7 +20,7 @@
 
 // Files that tell about the host or steer it are covered by /dev/null, directories by an empty one; what must stay readable is read-only.
 static const char *const masked[] = {"kcore", "keys", "timer_list", "kpagecount", "kpagecgroup", "kpageflags", "sysrq-trigger", "kallsyms",
-                                     "config.gz", "latency_stats", "sched_debug", "interrupts", "kmsg", "slabinfo", "vmallocinfo"};
+                                     "config.gz", "latency_stats", "sched_debug", "interrupts"};
 static const char *const hidden[] = {"scsi", "acpi", "asound"};
 static const char *const readonly[] = {"sys", "bus", "fs", "irq"};
 #define COUNT(a) (sizeof(a) / sizeof *(a))
@@ -263,7 +263,7 @@ static int hold(void *pipe_end) {
   return read(*(int *)pipe_end, &c, 1) < 0;
 }
 
-int userns_make(uint32_t base, struct fault *f) {
+int userns_make(uint32_t base, pid_t *helper, struct fault *f) {
   char path[64], map[64];
   int gate[2], fd = -1;
   if (pipe2(gate, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
@@ -280,10 +280,8 @@ int userns_make(uint32_t base, struct fault *f) {
     snprintf(path, sizeof path, "/proc/%d/ns/user", pid);
     if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) fault_host(f, errno, "open the user namespace");
   }
-  if (pid > 0) {
-    kill(pid, SIGKILL);
-    waitpid(pid, NULL, 0);
-  }
+  if (pid > 0) kill(pid, SIGKILL);     // its death takes a while and nobody has to wait for it here
+  *helper = pid;
   close(gate[0]);
   close(gate[1]);
   return fd;

@@ -28,7 +28,7 @@ struct node {
 extern struct node node;
 
 struct box {
-  int v1[CG_COUNT], join[CG_COUNT];    // own v1 groups and their cgroup.procs
+  int v1[CG_COUNT], join[CG_COUNT];    // own v1 groups and their `tasks`
   int volume;                          // own subvolume, -1: memory medium
   char qgroup[32];                     // its quota group in /sys
   int devpts, root, null;              // devpts mount, root directory (O_PATH), /dev/null as the sandbox sees it
@@ -65,7 +65,7 @@ int host_open(const char *path, int flags);                           // a path 
 // mounts.c: the process that becomes PID 1
 struct setup { struct sandbox *s; int status, dev; };
 void setup_child(struct setup *u) __attribute__((noreturn));
-int userns_make(uint32_t base, struct fault *f);                      // descriptor of a user namespace of 65,536 ids
+int userns_make(uint32_t base, pid_t *helper, struct fault *f);       // descriptor of a user namespace of 65,536 ids; reap the helper later
 int netns_make(struct fault *f);                                      // this process moves into a new one with loopback
 int fs_mount(const char *type, const char *const *options, unsigned attributes); // name, value, ... NULL; detached mount or -1
 int attach(int mount, const char *path);

@@ -124,6 +124,7 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f) 
                         .devpts_fd = -1, .box = &box};
   box = (struct box){.volume = -1, .devpts = -1, .root = -1, .null = -1};
   for (int i = 0; i < CG_COUNT; i++) box.v1[i] = box.join[i] = -1;
+  pid_t helper = -1;
   if (!s->spec.userns) s->spec.uid_base = 0;
   for (int i = 0; i < spec->nlayers; i++)
     if (!layer_mounted(spec->layers[i])) return fault_set(f, "layer_not_found", 0, "layer %.100s is not mounted on this node", spec->layers[i]);
@@ -132,7 +133,7 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f) 
   snprintf(path, sizeof path, "%s/aether.sock", spec->run_dir);
   if (path_exists(path)) return fault_set(f, "internal", EEXIST, "the sandbox id %s is in use: %s", spec->id, path);
   if (listen_first(s, f) || cgroup_make(s, f) || (spec->medium == MEDIUM_BTRFS && medium_make(s, f)) || netns_make(f) ||
-      (spec->userns && (s->userns_fd = userns_make(spec->uid_base, f)) < 0) || make_devpts(s, f) || start_init(s, f))
+      (spec->userns && (s->userns_fd = userns_make(spec->uid_base, &helper, f)) < 0) || make_devpts(s, f) || start_init(s, f))
     goto undo;
   s->devpts_fd = box.devpts;
   s->hostpid_fd = open("/proc/self/ns/pid", O_RDONLY | O_CLOEXEC);
@@ -141,8 +142,10 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f) 
     goto undo;
   }
   box.pid_ns_inside = 1;
+  if (helper > 0) waitpid(helper, NULL, 0);
   return 0;
 undo:
+  if (helper > 0) waitpid(helper, NULL, 0);
   sandbox_kill(s);
   sandbox_remove(s);
   return -1;

@@ -92,6 +92,7 @@ int read_key(int dir, const char *name, const char *key, uint64_t *v) {
 int path_exists(const char *path) { return !access(path, F_OK); }
 
 int make_dirs(const char *path, mode_t mode) {
+  if (!mkdir(path, mode) || errno == EEXIST) return 0;
   char p[4096];
   size_t n = strlen(path);
   if (n >= sizeof p) { errno = ENAMETOOLONG; return -1; }
