@@ -7,13 +7,14 @@
 
 enum { CG_MEMORY, CG_PIDS, CG_CPU, CG_COUNT };
 
-// Places in the node's own mount namespace (a small tmpfs root; nothing in it appears on the host).
-#define NODE_LAYERS "/layers"          // one EROFS mount a layer, by name
-#define NODE_MEDIUM "/medium"          // the writable medium
-#define NODE_SCRATCH "/scratch"        // mount points that a sandbox's setup uses in its own copy: l0 l1 ... and m
-#define NODE_DEV "/dev"                // template of every sandbox's /dev
-#define NODE_LOOP "/loop"              // device nodes of our loop devices
-#define NODE_MARK "/.aether"           // tells this root from any other
+// Places in the node's own mount namespace (a small tmpfs root; nothing in it appears on the host). RUN and STATE keep their paths there,
+// so ours are out of their way.
+#define NODE_LAYERS "/.node/layers"    // one EROFS mount a layer, by name
+#define NODE_MEDIUM "/.node/medium"    // the writable medium
+#define NODE_SCRATCH "/.node/scratch"  // mount points that a sandbox's setup uses in its own copy: l0 l1 ... and m
+#define NODE_DEV "/.node/dev"          // template of every sandbox's /dev
+#define NODE_LOOP "/.node/loop"        // device nodes of our loop devices
+#define NODE_MARK "/.node/mark"        // tells this root from any other
 
 struct node {
   const char *run, *state, *cgroup;

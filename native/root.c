@@ -16,22 +16,22 @@ static int dev_template(void) {
   static const char *const links[][2] = {{"pts/ptmx", "ptmx"}, {"/proc/self/fd", "fd"}, {"/proc/self/fd/0", "stdin"},
                                          {"/proc/self/fd/1", "stdout"}, {"/proc/self/fd/2", "stderr"}};
   static const char *const dirs[] = {"pts", "shm", "mqueue"};
-  if (mount("tmpfs", "dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=755,size=64k,nr_inodes=32")) return -1;
-  int d = open("dev", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (mount("tmpfs", "." NODE_DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=755,size=64k,nr_inodes=32")) return -1;
+  int d = open("." NODE_DEV, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (d < 0) return -1;
   int bad = mknodat(d, "tty", S_IFCHR | 0666, makedev(5, 0));
   for (unsigned i = 0; i < sizeof nodes / sizeof *nodes; i++) bad |= mknodat(d, nodes[i].name, S_IFCHR | 0666, makedev(1, nodes[i].minor));
   for (unsigned i = 0; i < sizeof links / sizeof *links; i++) bad |= symlinkat(links[i][0], d, links[i][1]);
   for (unsigned i = 0; i < sizeof dirs / sizeof *dirs; i++) bad |= mkdirat(d, dirs[i], 0755);
   close(d);
-  return bad || mount(NULL, "dev", NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC, NULL) ? -1 : 0;
+  return bad || mount(NULL, "." NODE_DEV, NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC, NULL) ? -1 : 0;
 }
 
 static int scratch(void) {
-  char name[32];
-  if (mkdir("scratch", 0700) || mkdir("scratch/m", 0755)) return -1;
+  char name[64];
+  if (mkdir("." NODE_SCRATCH, 0700) || mkdir("." NODE_SCRATCH "/m", 0755)) return -1;
   for (int i = 0; i < MAX_LAYERS; i++) {
-    snprintf(name, sizeof name, "scratch/l%d", i);
+    snprintf(name, sizeof name, "." NODE_SCRATCH "/l%d", i);
     if (mkdir(name, 0755)) return -1;
   }
   return 0;
@@ -59,9 +59,9 @@ int root_make(struct fault *f) {
   if (state < 0) return -1;
   // any directory of the host will do as the place where the new root is stacked
   if (mount("dsec", "/tmp", "tmpfs", 0, "mode=755,size=4m") || chdir("/tmp")) return fault_host(f, errno, "mount the node's root");
-  static const char *const dirs[] = {"proc", "dev", "layers", "medium", "loop"};
+  static const char *const dirs[] = {"/proc", "/.node", NODE_DEV, NODE_LAYERS, NODE_MEDIUM, NODE_LOOP};
   for (unsigned i = 0; i < sizeof dirs / sizeof *dirs; i++)
-    if (mkdir(dirs[i], 0755)) return fault_host(f, errno, "make %s in the node's root", dirs[i]);
+    if (mkdir(dirs[i] + 1, 0755)) return fault_host(f, errno, "make %s in the node's root", dirs[i]);
   if (mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL)) return fault_host(f, errno, "mount proc in the node's root");
   if (dev_template()) return fault_host(f, errno, "make the template of /dev");
   if (scratch()) return fault_host(f, errno, "make the scratch mount points");

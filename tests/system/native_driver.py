@@ -234,9 +234,9 @@ class Sandbox:
 
 
 @contextmanager
-def driver(medium: bool = True, extra: dict[str, str] | None = None) -> Iterator[Driver]:
+def driver(medium: bool = True, extra: dict[str, str] | None = None, directory: str | None = None) -> Iterator[Driver]:
     """A started launcher with one layer, `base`, in a directory of its own; proves at the end that nothing is left."""
-    home = Path(tempfile.mkdtemp(prefix="dsec-native-"))
+    home = Path(tempfile.mkdtemp(prefix="dsec-native-", dir=directory))
     d = Driver(home)
     try:
         image = base_layer(home, extra)
