@@ -107,6 +107,16 @@ static uint64_t hash(const uint8_t *p, size_t n) {      // FNV-1a, eight bytes a
   return h;
 }
 
+// What an EXEC asks to be run. How its output is wanted is no part of it: a retry may ask otherwise.
+static uint64_t definition(const uint8_t *payload, size_t size, uint64_t flags) {
+  struct cursor cur = {payload, payload + size};
+  struct item it;
+  uint64_t h = flags & ~(uint64_t)(X_STREAM | X_COLLECT);
+  while (field_next(&cur, &it) > 0)
+    if (it.tag != T_EXEC_FLAGS) h = (h * 1099511628211ull) ^ hash(it.p, it.size) ^ it.tag;
+  return h;
+}
+
 // the small ones --------------------------------------------------------------------------------------------------------------------
 
 static void say_hello(struct conn *c, struct request *r) {
@@ -260,7 +270,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
   switch (type) {
     case F_HELLO: say_hello(c, &r); break;
     case F_SUBSCRIBE: subscribe(c, &r); break;
-    case F_EXEC: r.definition = hash(payload, size); command_exec(c, &r); break;
+    case F_EXEC: r.definition = definition(payload, size, r.flags); command_exec(c, &r); break;
     case F_LIST: if (sub_new(c, NULL, id, SUB_LIST)) conn_pump_soon(c); break;
     case F_SESSION_LIST: if (sub_new(c, NULL, id, SUB_SESSIONS)) conn_pump_soon(c); break;
     case F_STAT: status(c, &r); break;
