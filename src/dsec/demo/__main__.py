@@ -82,7 +82,7 @@ async def job(setting: Setting, tasks: list[Task], options: argparse.Namespace, 
         with Live(report.live(rollouts), console=console, refresh_per_second=5) as screen:
             await play_all(setting, rollouts, options.concurrency, lambda: screen.update(report.live(rollouts)))
     finally:
-        samples, _ = await prober.communicate()
+        samples, _ = await prober.communicate(b"")
     for box in neighbours:
         await box.stop()
     outcome = report.Outcome(rollouts, tasks, time.monotonic() - began, setup)
