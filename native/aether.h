@@ -9,6 +9,7 @@
 #include "sandbox.h"
 
 #define MAX_CONNS 512                  // connections at once
+#define MAX_SUBS 8192                  // unanswered requests of one connection; one that has more is closed
 #define MAX_HELPERS 128                // file operations at once
 #define MAX_SESSIONS 64
 #define MAX_SESSION_QUEUE 256          // commands that wait for one session
@@ -76,6 +77,7 @@ struct conn {
   uint8_t *in, *out;                   // its payload; bytes that the socket did not take
   size_t head_got, in_got, in_cap, out_at, out_used, out_cap;
   struct sub *subs;
+  int nsubs;
   struct command *feeding;             // its STDIN frame waits for this command's stdin, and the connection is not read
   const uint8_t *feed;
   size_t feed_left;

@@ -123,8 +123,9 @@ int conn_flush(struct conn *c, int wait_ms) {
 // subs -------------------------------------------------------------------------------------------------------------------------------
 
 struct sub *sub_new(struct conn *c, struct command *cmd, uint32_t request, int kind) {
-  struct sub *s = calloc(1, sizeof *s);
+  struct sub *s = c->nsubs < MAX_SUBS ? calloc(1, sizeof *s) : NULL;
   if (!s) { conn_close(c); return NULL; }
+  c->nsubs++;
   s->conn = c;
   s->cmd = cmd;
   s->request = request;
@@ -144,6 +145,7 @@ static void sub_drop(struct sub *s) {
   struct conn *c = s->conn;
   for (struct sub **p = &c->subs; *p; p = &(*p)->next)
     if (*p == s) { *p = s->next; break; }
+  c->nsubs--;
   struct command *cmd = s->cmd;
   if (cmd) {
     for (struct sub **p = &cmd->subs; *p; p = &(*p)->next_of_command)

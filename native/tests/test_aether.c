@@ -364,6 +364,21 @@ static void test_many(int fd) {
     finish(fd);
   }
   for (int i = 0; i < 300; i++) CHECK(get(fd) == F_END && record_of().out_total == 692 && record_of().code == 0);
+  for (int i = 0; i < 70; i++) {       // more pipes left open than are kept: the oldest are closed, the records stay
+    char id[32];
+    snprintf(id, sizeof id, "left-%d", i);
+    exec_begin(id, "sleep 1 & echo x", X_COLLECT);
+    finish(fd);
+  }
+  for (int i = 0; i < 70; i++) CHECK(get(fd) == F_END && stdout_is("x\n") && record_of().flags & R_PIPES_LEFT);
+  CHECK(about(fd, F_WAIT, "left-0") == F_END && record_of().out_total == 2);
+  int greedy = client(dir);            // asks and never reads: closed, and nobody else notices
+  for (int i = 0; i < 20000; i++) {
+    begin(F_LIST);
+    if (frame_send(greedy, &out)) break;
+  }
+  run(fd, "not-greedy", "true", 0);
+  close(greedy);
 }
 
 static void test_end(int fd) {
