@@ -258,17 +258,20 @@ void setup_child(struct setup *u) {
 }
 
 static char map_stack[16384] __attribute__((aligned(16)));
-static int hold(void *pipe_end) {
-  char c;
-  return read(*(int *)pipe_end, &c, 1) < 0;
+static int hold(void *parent) {
+  // nobody else ends it when aether is killed right now
+  if (!prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) && getppid() == *(const pid_t *)parent)
+    for (;;) pause();
+  return 0;
 }
 
 int userns_make(uint32_t base, pid_t *helper, struct fault *f) {
+  static pid_t self;
   char path[64], map[64];
-  int gate[2], fd = -1;
-  if (pipe2(gate, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
-  // a namespace needs a process to be born with; this one shares our memory, so it is cheap, and only waits
-  pid_t pid = clone(hold, map_stack + sizeof map_stack, CLONE_NEWUSER | CLONE_VM | SIGCHLD, &gate[0]);
+  int fd = -1;
+  self = getpid();
+  // a namespace needs a process to be born with; this one shares our memory and descriptors, so it is cheap, and only waits
+  pid_t pid = clone(hold, map_stack + sizeof map_stack, CLONE_NEWUSER | CLONE_VM | CLONE_FILES | SIGCHLD, &self);
   if (pid < 0) fault_host(f, errno, "make a user namespace");
   snprintf(map, sizeof map, "0 %u 65536", base);
   static const char *const files[] = {"uid_map", "gid_map"};
@@ -282,8 +285,6 @@ int userns_make(uint32_t base, pid_t *helper, struct fault *f) {
   }
   if (pid > 0) kill(pid, SIGKILL);     // its death takes a while and nobody has to wait for it here
   *helper = pid;
-  close(gate[0]);
-  close(gate[1]);
   return fd;
 }
 

@@ -122,6 +122,12 @@ class Connection:
         output = record.stdout or fields.bytes(wire.T_STDOUT) or b""
         return record.code, output.decode(errors="replace")
 
+    def background(self, *argv: str) -> None:
+        """Start a command and go on."""
+        payload = wire.text(wire.T_COMMAND, unused_id()) + wire.u64(wire.T_EXEC_FLAGS, 0)
+        frame = self.call(wire.F_EXEC, payload + b"".join(wire.text(wire.T_ARG, a) for a in argv))
+        assert frame.type == wire.F_STARTED
+
     def out(self, text: str, **kw: str) -> str:
         """Output of a shell text that has to succeed."""
         code, output = self.run(shell=text, **kw)  # type: ignore[arg-type]
@@ -135,7 +141,7 @@ class Driver:
     def __init__(self, home: Path, binary: Path = BINARY, medium_mb: int = 1024) -> None:
         self.home, self.binary, self.medium_mb = home, binary, medium_mb
         self.run, self.state = home / "run", home / "state"
-        self.cgroup = f"dsec-n{os.getpid():x}"
+        self.cgroup = f"dsec-n{os.getpid():x}x{next(_ids)}"
         self.run.mkdir(exist_ok=True)
         self.state.mkdir(exist_ok=True)
         self.filter = seccomp.build(self.run / "seccomp.bpf")
@@ -144,7 +150,7 @@ class Driver:
 
     def start(self, join: int | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        argv = ["launcher", "--run", self.run, "--state", self.state, "--cgroup", self.cgroup, "--seccomp", self.filter]
+        argv = ["launcher", "--run", str(self.run), "--state", str(self.state), "--cgroup", self.cgroup, "--seccomp", str(self.filter)]
         argv += ["--join", str(join)] if join else []
         self.process = subprocess.Popen(  # the shell puts the socket where the launcher expects it
             ["/bin/bash", "-c", f'exec "$0" "$@" 3<&{theirs.fileno()}' + (f" {theirs.fileno()}<&-" if theirs.fileno() != 3 else ""),
@@ -184,10 +190,11 @@ class Driver:
         return wire.text(wire.T_RUN_DIR, str(self.run / sandbox)) + wire.text(wire.T_STATE_DIR, str(self.state / "sandboxes" / sandbox))
 
     def spec(self, sandbox: str, layers: tuple[str, ...] = ("base",), **change: int | str | list[str]) -> bytes:
-        values: dict[str, int | str | list[str]] = {
+        values: dict[str, int | str | list[str]] = {  # what a test does not care about
             "uid_base": UID_BASE, "hostname": "box", "memory_bytes": 256 << 20, "disk_bytes": 64 << 20, "pids": 64, "cpu_milli": 2000,
             "nofile": 1024, "shm_bytes": 16 << 20, "log_head": 65536, "log_tail": 65536, "log_budget": 1 << 24, "userns": 1, "medium": 0,
-        } | change  # fmt: skip
+        }  # fmt: skip
+        values.update(change)
         payload = wire.text(wire.T_ID, sandbox) + self.directories(sandbox) + b"".join(wire.text(wire.T_LAYER, name) for name in layers)
         for name, value in values.items():
             tag = getattr(wire, f"T_{name.upper()}")
@@ -211,13 +218,22 @@ class Driver:
             self.process = None
 
     def remains(self) -> list[str]:
-        """Cgroups of ours and run directories that are still there."""
-        groups = [str(p) for p in Path("/sys/fs/cgroup").glob(f"**/{self.cgroup}/*") if p.is_dir()]
-        return groups + [str(p) for p in self.run.iterdir() if p.is_dir()]
+        """Cgroups of ours, run directories and writable layers that are still there."""
+        groups = [str(p) for parent in self.parents() for p in parent.iterdir() if p.is_dir()]
+        layers: list[str] = []
+        if self.process is not None and self.process.poll() is None:
+            medium = Path(f"/proc/{self.process.pid}/root/.node/medium")
+            layers = [str(p) for p in medium.iterdir()] if medium.is_dir() else []
+        return groups + layers + [str(p) for p in self.run.iterdir() if p.is_dir()]
 
     def remove_groups(self) -> None:
-        for parent in [p for p in Path("/sys/fs/cgroup").glob(f"**/{self.cgroup}") if p.is_dir()]:
+        for parent in self.parents():
             parent.rmdir()
+
+    def parents(self) -> list[Path]:
+        """Our directory in every cgroup hierarchy."""
+        root = Path("/sys/fs/cgroup")
+        return [p for p in [root / self.cgroup, *(h / self.cgroup for h in root.iterdir())] if p.is_dir()]
 
 
 class Sandbox:
@@ -245,7 +261,12 @@ def driver(medium: bool = True, extra: dict[str, str] | None = None, directory: 
             d.mount_medium()
         d.mount_layer("base", image)
         yield d
+        left = d.remains()
+        assert not left, left
     finally:
+        if d.process is not None and d.process.poll() is None:
+            for name in sorted({Path(path).name for path in d.remains()}):  # of a test that failed
+                d.reap(name)
         d.close()
         until = time.monotonic() + 5
         while d.remains() and time.monotonic() < until:
