@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import httpx
 from libdsec import DSecClient
 
 ROOT = Path(__file__).resolve().parents[1]
-CACHE = ROOT / "build" / "cache"
+BASES = ROOT / "build" / "state"  # where `make setup` keeps the base layers
 MEDIUM_MB = 6144
 
 
@@ -132,10 +133,20 @@ class Node:
 
 
 def start_node(home: Path, medium_mb: int = MEDIUM_MB) -> Node:
-    """A started node with the busybox layer in its catalog."""
+    """A started node whose catalog holds the base layers (`busybox`, `bookworm`) that `make setup` built."""
     node = Node(home, medium_mb)
+    _seed(node.state)
     node.start()
     return node
+
+
+def _seed(state: Path) -> None:
+    """Base layers as hard links and a copy of their catalog: building them takes half a minute, and they are content addressed."""
+    if not (BASES / "catalog.db").exists():
+        raise RuntimeError(f"no base layers in {BASES}: run make setup")
+    shutil.copytree(BASES / "layers", state / "layers", copy_function=os.link)
+    with sqlite3.connect(BASES / "catalog.db") as source, sqlite3.connect(state / "catalog.db") as copy:
+        source.backup(copy)
 
 
 def supervisor_pid(node: Node, sandbox_id: str) -> int:
