@@ -8,7 +8,7 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,11 +37,11 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def serving(binary: Path, *owner: int) -> Iterator[FileClient]:
+def serving(binary: Path, *owner: int, before: Callable[[], None] | None = None) -> Iterator[FileClient]:
     directory = Path("/tmp") / f"dsec-files-{os.getpid()}-{time.monotonic_ns()}"
     directory.mkdir(mode=0o777)
     directory.chmod(0o777)
-    process = subprocess.Popen([binary, directory / "s", *map(str, owner)])
+    process = subprocess.Popen([binary, directory / "s", *map(str, owner)], preexec_fn=before)
     try:
         for _ in range(500):
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:

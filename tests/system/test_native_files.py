@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import socket
@@ -14,6 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pyseccomp
 import pytest
 from tests.system.file_helper import (  # noqa: F401
     ODD,
@@ -122,6 +124,40 @@ async def test_a_broken_upload_leaves_the_old_file(root: FileClient, work: Path)
             await root.write(str(work / name), broken())
     await asyncio.sleep(0.2)
     assert (work / "f").read_bytes() == b"old" and os.listdir(work) == ["f"]
+
+
+@pytest.mark.parametrize("denied", ["linkat", "O_TMPFILE"])
+async def test_writes_where_a_nameless_file_cannot_be_had(binaries: dict[str, Path], work: Path, denied: str) -> None:
+    """Older kernels cannot link one, some file systems do not know them."""
+
+    def deny() -> None:
+        rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+        if denied == "linkat":
+            rules.add_rule(pyseccomp.ERRNO(errno.ENOENT), "linkat")
+        else:
+            nameless = pyseccomp.Arg(2, pyseccomp.MASKED_EQ, os.O_TMPFILE, os.O_TMPFILE)
+            rules.add_rule(pyseccomp.ERRNO(errno.EOPNOTSUPP), "openat", nameless)
+        rules.load()
+
+    with serving(binaries["plain"], before=deny) as client:
+        path, data = work / "f", os.urandom(300_000)
+        await client.write(str(path), parts(data), overwrite=False, mode=0o4711, mtime_ns=5)
+        assert path.read_bytes() == data and (stat.S_IMODE(path.stat().st_mode), path.stat().st_mtime_ns) == (0o4711, 5)
+        with pytest.raises(errors.FileExists):
+            await client.write(str(path), parts(b"again"), overwrite=False)
+        os.chown(path, 12, 34)
+        os.setxattr(path, "user.note", b"kept")
+        await client.write(str(path), parts(b"new"))
+        assert (path.read_bytes(), path.stat().st_uid, os.getxattr(path, "user.note")) == (b"new", 12, b"kept")
+
+        async def broken() -> AsyncIterator[bytes]:
+            yield bytes(1_000_000)
+            raise RuntimeError("the source broke")
+
+        with pytest.raises(RuntimeError):
+            await client.write(str(path), broken())
+        await asyncio.sleep(0.2)
+        assert os.listdir(work) == ["f"] and path.read_bytes() == b"new"
 
 
 async def test_only_regular_files_are_read_or_written(root: FileClient, work: Path) -> None:
