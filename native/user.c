@@ -94,12 +94,13 @@ static int find_groups(int root, const char *group, struct account *a) {
   int found = 0;
   if (lines_open(&l, root, "etc/group")) return 0;
   for (char *line, *x[4]; !found && (line = lines_next(&l));) {
-    if (split(line, x, 4) < 3 || number(x[2], &gid)) continue;
+    int fields = split(line, x, 4);
+    if (fields < 3 || number(x[2], &gid)) continue;
     if (group) {
       if ((found = !strcmp(x[0], group))) a->gid = gid;
       continue;
     }
-    if (gid == a->gid) continue;
+    if (gid == a->gid || fields < 4) continue;
     for (char *save, *m = strtok_r(x[3], ",", &save); m; m = strtok_r(NULL, ",", &save))
       if (!strcmp(m, a->name) && a->ngroups < (int)(sizeof a->groups / sizeof *a->groups)) { a->groups[a->ngroups++] = gid; break; }
   }

@@ -341,7 +341,8 @@ def test_a_supervisor_killed_while_it_builds_is_cleaned_up_by_reap(native: Drive
             os.kill(int(child), signal.SIGKILL)
         if not children:
             native.receive()
-        until(lambda children=children: not any(alive(int(child)) for child in children))  
+        for child in children:
+            until(partial(dead, int(child)))
         native.sock.settimeout(0.05)
         try:
             while native.receive().type != wire.F_READY:  # it may have been ready before it died
