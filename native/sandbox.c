@@ -57,14 +57,14 @@ static int hear(int pipe, struct sandbox *s, struct fault *f) {
   return 1;
 }
 
-static void identify(const char *path, uint64_t *dev, uint64_t *ino, int *executable) {
+static void identify(const char *path, struct file_id *id, int *executable) {
   struct stat st;
   int fd = open_inside(box.root, path, O_PATH);
-  *dev = *ino = 0;
+  *id = (struct file_id){0};
   *executable = 0;
   if (fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode)) {
-    *dev = st.st_dev;
-    *ino = st.st_ino;
+    *id = (struct file_id){.dev = st.st_dev, .ino = st.st_ino, .size = (uint64_t)st.st_size,
+                           .ctime_ns = (uint64_t)st.st_ctim.tv_sec * 1000000000u + (uint64_t)st.st_ctim.tv_nsec};
     *executable = (st.st_mode & 0111) != 0;
   }
   close_fd(&fd);
@@ -85,8 +85,8 @@ static int inspect_root(struct sandbox *s, struct fault *f) {
   if (dir < 0) return fault_set(f, "cwd_not_found", errno, "the working directory %.120s", s->spec.workdir);
   close(dir);
   if (account_find(box.root, s->spec.user, s->userns_fd >= 0, &a, f)) return -1;
-  identify("bin/sh", &s->shell_dev, &s->shell_ino, &s->has_shell);
-  identify("bin/bash", &s->bash_dev, &s->bash_ino, &unused);
+  identify("bin/sh", &s->shell, &s->has_shell);
+  identify("bin/bash", &s->bash, &unused);
   return 0;
 }
 
@@ -200,13 +200,17 @@ int sandbox_disk_full(struct sandbox *s) {
   return full;
 }
 
+static int same_file(const struct file_id *a, const struct file_id *b) {
+  return a->dev == b->dev && a->ino == b->ino && a->size == b->size && a->ctime_ns == b->ctime_ns;
+}
+
 int sandbox_shell_replaced(struct sandbox *s) {
-  uint64_t dev, ino;
+  struct file_id id;
   int executable;
-  identify("bin/sh", &dev, &ino, &executable);
-  if (dev != s->shell_dev || ino != s->shell_ino || executable != s->has_shell) return 1;
-  identify("bin/bash", &dev, &ino, &executable);
-  return dev != s->bash_dev || ino != s->bash_ino || (dev && !executable);
+  identify("bin/sh", &id, &executable);
+  if (!same_file(&id, &s->shell) || executable != s->has_shell) return 1;
+  identify("bin/bash", &id, &executable);
+  return !same_file(&id, &s->bash) || (id.ino && !executable);
 }
 
 int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault *f) {

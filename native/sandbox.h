@@ -20,6 +20,8 @@ struct spec {                          // decoded CREATE; strings point into the
   uint64_t deadline_ns, idle_ns;       // CLOCK_REALTIME; 0: never
 };
 
+struct file_id { uint64_t dev, ino, size, ctime_ns; }; // overlayfs keeps the inode number over a copy-up: the change time tells
+
 struct sandbox {
   struct spec spec;
   pid_t init;                          // PID 1 as the host sees it
@@ -29,7 +31,7 @@ struct sandbox {
   int devpts_fd;                       // its devpts mount, for PTYs
   int oom_fd;                          // readable on an OOM kill inside (v1 eventfd, v2 inotify), -1 without a memory controller
   int has_shell;                       // /bin/sh was executable when it was made
-  uint64_t shell_dev, shell_ino, bash_dev, bash_ino; // identity of /bin/sh and /bin/bash then; 0: absent
+  struct file_id shell, bash;          // /bin/sh and /bin/bash as they were then; ino 0: absent
   struct box *box;                     // what only sandbox.c and enter.c need
 };
 

@@ -234,7 +234,7 @@ static int open_shell(struct session *z, struct fault *f) {
   z->serial = ++serials;
   if ((group = group_make(group_of(z), f)) < 0) goto out;
   z->group = 1;
-  struct entry e = {.argv = A.s->bash_ino ? bash : sh, .env = (const char *const *)z->env, .cwd = z->cwd, .user = z->user,
+  struct entry e = {.argv = A.s->bash.ino ? bash : sh, .env = (const char *const *)z->env, .cwd = z->cwd, .user = z->user,
                     .in = fds[0][0], .out = fds[1][1], .err = fds[2][1], .ctl = fds[3][1], .ctl_as = CONTROL, .cgroup_fd = group, .keep = -1};
   z->pid = sandbox_enter(A.s, &e, &pidfd, f);
   if (z->pid < 0) {
