@@ -50,7 +50,7 @@ static void host_sandbox(struct sandbox *s, const char *dir) {
   s->oom_fd = -1;
   struct stat st;
   s->has_shell = 1;
-  if (!stat("/bin/bash", &st)) { s->bash_dev = st.st_dev; s->bash_ino = st.st_ino; }
+  if (!stat("/bin/bash", &st)) s->bash = (struct file_id){.dev = st.st_dev, .ino = st.st_ino};
   struct sockaddr_un a = {.sun_family = AF_UNIX};
   snprintf(a.sun_path, sizeof a.sun_path, "%s/aether.sock", dir);
   s->listen_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
