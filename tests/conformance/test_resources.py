@@ -15,13 +15,13 @@ EAT = "x=bytearray(1<<30); x[::4096]=b'1'*len(x[::4096])"
 
 async def test_c28_oom_is_told_apart_and_the_sandbox_lives(client: DSecClient, make_box: MakeBox) -> None:
     box = await make_box(memory_limit_mb=512)
-    before = await client.metric("dsec_commands_total", ending="oom")
+    before = await client.metric("dsec_commands_ended_total", ending="oom")
     result = await box.exec(["python3", "-c", EAT], timeout=60)
     assert result.ending == Ending.OOM and result.exit_code is None
     assert result.memory_limit == 512 << 20 and result.memory_peak > 400 << 20
     assert "memory" in result.limits_hit
     assert (await box.run_shell("echo next")).stdout == b"next\n"
-    assert await client.metric("dsec_commands_total", ending="oom") == before + 1
+    assert await client.metric("dsec_commands_ended_total", ending="oom") == before + 1
     child = await box.run_shell(f'python3 -c "{EAT}"; echo code $?', timeout=60)
     assert child.stdout == b"code 137\n" and child.ending == Ending.EXITED and "memory" in child.limits_hit
 
