@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #define AFTER_LENGTH (sizeof(struct frame) - sizeof(uint32_t))
-#define FRAMES_PER_TURN 32             // of one connection, then others get their turn
+#define FRAMES_PER_TURN 8              // of one connection, then others get their turn
 #define PUMPS_PER_TURN 8
 #define IN_KEPT (16u << 10)            // a payload buffer above this goes back when small frames follow
 #define SEND_BUFFER (1 << 20)          // so that one DATA frame fits and is not copied
