@@ -15,7 +15,7 @@ from dsec.edge.config import MIB, EdgeConfig
 from libdsec.errors import AtCapacity, InvalidRequest
 from libdsec.wire import Limits
 
-_FRESH = 0.1  # seconds for which a reading of the host is used again
+_FRESH = 0.25  # seconds for which a reading of the host is used again
 _SANDBOX_MEMORY = 2 * MIB  # charged for each sandbox made since the reading: supervisor, init and kernel memory, rounded up
 _DISK_RESERVE = 64 * MIB  # below this the medium takes no more sandboxes
 _FD_RESERVE = 256

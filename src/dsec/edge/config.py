@@ -41,6 +41,7 @@ class EdgeConfig:
     max_tombstones: int = 10000
     max_batch: int = 1024
     stop_timeout: float = 10.0  # then the supervisor is taken for hung and the sandbox is reaped without it
+    hang_timeout: float = 30.0  # a supervisor that does not answer for so long, while somebody waits for it, is taken for hung
     # defaults of a sandbox
     memory_mb: int = 1024
     cpu_cores: float = 1.0
@@ -52,6 +53,14 @@ class EdgeConfig:
     shm_bytes: int = 64 * MIB
     max_lifetime: float | None = None
     idle_timeout: float | None = None
+
+    def run_of(self, sandbox_id: str) -> str:
+        """RUN/<id>. Text: paths of sandboxes are on the hot path."""
+        return f"{self.run_dir}/{sandbox_id}"
+
+    def state_of(self, sandbox_id: str) -> str:
+        """STATE/sandboxes/<id>."""
+        return f"{self.state_dir}/sandboxes/{sandbox_id}"
 
     @property
     def journal(self) -> Path:

@@ -180,7 +180,7 @@ class Core:
 
     def _lost(self, sandbox: Sandbox, error: Exception) -> None:
         sandbox.control = None
-        if sandbox.state is State.ENDED or self.closing or sandbox.recovering is not None:
+        if sandbox.state is State.ENDED or sandbox.recovering is not None:
             return
         sandbox.recovering = asyncio.get_running_loop().create_future()
         self.spawn(self._recover(sandbox, error), f"recover {sandbox.id}")
@@ -198,7 +198,7 @@ class Core:
                 sandbox.refused = refused
                 return
             except (ConnectionLost, WireError, DSecError, TimeoutError) as again:
-                why = f"{why}; {again}" if str(again) and str(again) != why else why
+                why = str(again) or "it does not answer"
             await self.bury(sandbox, f"its supervisor is gone: {why}")
         finally:
             if sandbox.recovering is not None:
@@ -229,7 +229,7 @@ class Core:
         if sandbox.state is State.ENDED:
             return
         sandbox.state = State.ENDED
-        sandbox.cause, sandbox.detail, sandbox.ended_at = cause, detail, at
+        sandbox.cause, sandbox.detail, sandbox.ended_at, sandbox.noticed = cause, detail, at, time.time()
         control, sandbox.control = sandbox.control, None
         if control is not None:
             control.fail(sandbox.lost())

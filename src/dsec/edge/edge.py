@@ -42,6 +42,7 @@ from libdsec.wire import (
 log = logging.getLogger("dsec.edge")
 Infos = list[SandboxInfo]
 _BATCH = 8  # creates of one batch under way
+_STOP = {cause: wire.text(wire.T_CAUSE, cause.value) for cause in Cause}
 _LATER = ("fncall", "microvm", "vm")  # backends by name that this node does not have
 
 
@@ -64,7 +65,7 @@ class Edge(Recovery, Files):
         raise_file_limit()
         prefix = _prefix(config)
         self.table = Table(prefix)
-        self.backends = {"container": Container(config, prefix, self.survivor, self.counters.launcher_restarts.inc)}
+        self.backends = self.make_backends(prefix)
         self.counters.watch(
             creating=lambda: float(sum(s.state is State.CREATING for s in self.table.live())),
             running=lambda: float(sum(s.state is State.RUNNING for s in self.table.live())),
@@ -73,7 +74,7 @@ class Edge(Recovery, Files):
         )
         try:
             await self.recover(lines.load(config.journal))
-            self.admission.disk = await self.backends["container"].disk_usage()
+            await self.look_at_disk()
         except lines.JournalError as error:
             raise Unavailable(str(error)) from error
         except BaseException:
@@ -81,13 +82,17 @@ class Edge(Recovery, Files):
             raise
         self._sweeper = self.spawn(self.sweep(), "sweep")
 
+    def make_backends(self, prefix: str) -> dict[str, Backend]:
+        """The backends of this node, by name."""
+        return {"container": Container(self.config, prefix, self.survivor, self.counters.launcher_restarts.inc)}
+
     async def close(self, stop_sandboxes: bool) -> None:
         """Stop admitting; stop the sandboxes or leave them running for the next edge; let go of everything else."""
         self.closing = True
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         if stop_sandboxes:
             await self._stop_all(self.table.live())
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         for sandbox in self.table.live():
             control, sandbox.control = sandbox.control, None
             if control is not None:
@@ -195,7 +200,7 @@ class Edge(Recovery, Files):
         warnings = self.admission.admit(len(self.table), limits, memory_disk)
         sandbox_id = self.table.free_id()
         sandbox = Sandbox(
-            sandbox_id, spec, limits, self.table.take_slot(), self.config.run_dir / sandbox_id, self.config.sandboxes / sandbox_id
+            sandbox_id, spec, limits, self.table.take_slot(), self.config.run_of(sandbox_id), self.config.state_of(sandbox_id)
         )
         sandbox.key, sandbox.warnings = key, warnings
         lifetime = spec.max_lifetime if spec.max_lifetime is not None else self.config.max_lifetime
@@ -366,17 +371,12 @@ class Edge(Recovery, Files):
             return
         control = sandbox.control
         if control is not None and not control.closed:
-            control.call(wire.F_STOP, wire.text(wire.T_CAUSE, cause.value))
-            try:
-                # its end comes as an event, or by way of a broken connection
-                await asyncio.wait_for(asyncio.shield(sandbox.ended), self.config.stop_timeout)
-                return
-            except TimeoutError:
-                log.warning("sandbox %s: its supervisor did not stop it within %s s", sandbox.id, self.config.stop_timeout)
-        control, sandbox.control = sandbox.control, None
-        if control is not None:
-            control.fail(ConnectionLost("its supervisor is hung"))
-        await self.bury(sandbox, "its supervisor did not answer a stop")
+            # its end comes as an event, or by way of a broken connection; the sweep looks after one that hangs
+            sandbox.stop_by = asyncio.get_running_loop().time() + self.config.stop_timeout
+            control.call(wire.F_STOP, _STOP[cause])
+            await asyncio.shield(sandbox.ended)
+            return
+        await self.bury(sandbox, "there was no connection to its supervisor")
 
     async def lease(self, sandbox_id: str, request: LeaseRequest) -> SandboxInfo:
         """Change lifetimes: `max_lifetime` counts from now."""

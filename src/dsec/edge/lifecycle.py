@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 
 from dsec.edge.journal import VERSION as JOURNAL_VERSION
 from dsec.edge.journal import Change, Create, Ended, Entry, Ready
@@ -19,17 +18,13 @@ SLOT_SIZE = 65536
 MAX_SLOTS = 32768
 PREFIX_LENGTH = 4
 ID_LENGTH = 20
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+_ALPHABET = b"abcdefghijklmnopqrstuvwxyz0123456789"
+_LETTERS = bytes(_ALPHABET[byte % 36] for byte in range(256))
 
 
 def random_text(length: int) -> str:
-    """Random characters of [a-z0-9]."""
-    number = secrets.randbits(length * 6)  # 64 values for 36 characters: more bits than the text can hold
-    out = []
-    for _ in range(length):
-        number, index = divmod(number, 36)
-        out.append(_ALPHABET[index])
-    return "".join(out)
+    """Random characters of [a-z0-9]; some a little more likely than others, which ids do not mind."""
+    return os.urandom(length).translate(_LETTERS).decode()
 
 
 class Sandbox:
@@ -58,8 +53,10 @@ class Sandbox:
         "layers",
         "limits",
         "name",
+        "noticed",
         "oom_events",
         "pid",
+        "pinged",
         "ready",
         "recovering",
         "refused",
@@ -70,14 +67,16 @@ class Sandbox:
         "spec",
         "state",
         "state_dir",
+        "stop_by",
         "stopping",
+        "streams",
         "user",
         "waits",
         "warnings",
         "workdir",
     )  # fmt: skip
 
-    def __init__(self, sandbox_id: str, spec: SandboxSpec, limits: Limits, slot: int, run_dir: Path, state_dir: Path) -> None:
+    def __init__(self, sandbox_id: str, spec: SandboxSpec, limits: Limits, slot: int, run_dir: str, state_dir: str) -> None:
         loop = asyncio.get_running_loop()
         self.id = sandbox_id
         self.spec = spec
@@ -85,7 +84,7 @@ class Sandbox:
         self.slot = slot
         self.reserved = True  # the slot and the name are ours
         self.run_dir, self.state_dir = run_dir, state_dir
-        self.socket = str(run_dir / "aether.sock")
+        self.socket = f"{run_dir}/aether.sock"
         self.backend = spec.backend
         self.key: str | None = None
         self.name = spec.name
@@ -102,15 +101,19 @@ class Sandbox:
         self.damage: list[str] = []
         self.warnings: list[str] = []
         self.ended_at: float | None = None
+        self.noticed = 0.0  # when this edge learned of the end: from then its tombstone is kept
         self.cause: Cause | None = None
         self.detail: str | None = None
         self.stopping: Cause | None = None
+        self.stop_by: float | None = None  # on the loop's clock: then its supervisor is taken for hung
         self.kept = True  # its directory of records is still there
         self.journaled = False
         self.pid = self.init_pid = 0
         self.control: Control | None = None
         self.create: Create | None = None
         self.oom_events = 0
+        self.streams = 0  # connections of their own that are open now
+        self.pinged = False  # a question whether its supervisor is alive is under way
         self.refused: DSecError | None = None  # its supervisor cannot be talked to: it can only be stopped
         self.recovering: asyncio.Future[None] | None = None  # its connection broke; done when that is settled
         self.ready: asyncio.Future[None] = loop.create_future()  # created, or the error of the creation
@@ -164,7 +167,7 @@ class Sandbox:
         return Change(v=JOURNAL_VERSION, id=self.id, labels=self.labels, deadline=self.deadline, idle=self.idle_timeout)
 
     @classmethod
-    def restored(cls, entry: Entry, run_dir: Path, state_dir: Path) -> Sandbox:
+    def restored(cls, entry: Entry, run_dir: str, state_dir: str) -> Sandbox:
         """From the journal; its state is CREATING until the edge has looked, or ENDED."""
         made = entry.create
         sandbox = cls(made.id, made.spec, made.limits, made.slot, run_dir, state_dir)
@@ -179,6 +182,7 @@ class Sandbox:
         if entry.ended is not None:
             sandbox.state, sandbox.reserved = State.ENDED, False
             sandbox.ended_at, sandbox.cause, sandbox.detail = entry.ended.at, entry.ended.cause, entry.ended.detail
+            sandbox.noticed = entry.ended.at
             sandbox.kept = entry.ended.kept
             sandbox.ready.set_result(None)
             sandbox.ended.set_result(None)
@@ -282,7 +286,7 @@ class Table:
         over = len(self._ended) - most
         found: list[Sandbox] = []
         for sandbox in self._ended.values():
-            if over <= 0 and (sandbox.ended_at or 0.0) > before:
+            if over <= 0 and sandbox.noticed > before:
                 break
             over -= 1
             found.append(sandbox)

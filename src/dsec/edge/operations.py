@@ -5,7 +5,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from dsec.edge import commands, records, streams, wire
@@ -200,6 +199,7 @@ class Operations(Core):
         await self.reach(sandbox)
         stream: Stream | None = None
         self.counters.connections.inc()
+        sandbox.streams += 1
         try:
             stream = await Stream.open(sandbox.socket, request)
             async for item in streams.output(stream, sandbox.id, command, 1):
@@ -214,6 +214,7 @@ class Operations(Core):
             raise self._noticed(sandbox, error) from error
         finally:
             self.counters.connections.dec()
+            sandbox.streams -= 1
             if stream is not None:
                 stream.close()
 
@@ -222,12 +223,14 @@ class Operations(Core):
         sandbox = self.live(sandbox_id)
         await self.reach(sandbox)
         stream: Stream | None = None
+        sandbox.streams += 1
         try:
             stream = await Stream.open(sandbox.socket)
             return await streams.feed(stream, sandbox.id, command, chunks, close)
         except (ConnectionLost, WireError) as error:
             raise await self.fate(sandbox, str(error)) from error
         finally:
+            sandbox.streams -= 1
             if stream is not None:
                 stream.close()
 
@@ -367,7 +370,7 @@ class Operations(Core):
 
     # what an ended sandbox left ---------------------------------------------------------------------------------------------------
 
-    def _kept(self, sandbox: Sandbox) -> Path:
+    def _kept(self, sandbox: Sandbox) -> str:
         if not sandbox.kept:
             raise sandbox.gone()
         return sandbox.state_dir

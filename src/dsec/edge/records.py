@@ -4,8 +4,9 @@ The files were written by aether, but the output in them by the sandbox: nothing
 """
 from __future__ import annotations
 
+import errno
 import os
-from pathlib import Path
+import shutil
 
 import msgspec
 
@@ -15,6 +16,7 @@ from libdsec.errors import CommandNotFound
 from libdsec.wire import Cause
 
 _MAX_FILE = 512 << 20
+_MAX_END = 64 << 10
 
 
 class End(msgspec.Struct):
@@ -30,18 +32,23 @@ class End(msgspec.Struct):
 _END = msgspec.json.Decoder(End)
 
 
-def read_end(directory: Path) -> End | None:
+def read_end(directory: str) -> End | None:
     """The end that the supervisor wrote; None when there is none or it was cut off in the write."""
     try:
-        return _END.decode((directory / "end.json").read_bytes())
+        return _END.decode(_read(f"{directory}/end.json"))
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def read_commands(directory: Path) -> list[Record]:
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(_MAX_END)
+
+
+def read_commands(directory: str) -> list[Record]:
     """Every whole record, oldest first. What follows a damaged one is not readable and not guessed."""
     try:
-        with open(directory / "commands.bin", "rb") as file:
+        with open(f"{directory}/commands.bin", "rb") as file:
             data = file.read(_MAX_FILE)
     except FileNotFoundError:
         return []
@@ -57,7 +64,7 @@ def read_commands(directory: Path) -> list[Record]:
     return found
 
 
-def find_command(directory: Path, command: str, sandbox: str) -> Record:
+def find_command(directory: str, command: str, sandbox: str) -> Record:
     """The record of one command. CommandNotFound."""
     for record in reversed(read_commands(directory)):
         if record.command == command:
@@ -65,7 +72,7 @@ def find_command(directory: Path, command: str, sandbox: str) -> Record:
     raise CommandNotFound(f"no command {command} in sandbox {sandbox}", command=command, sandbox=sandbox)
 
 
-def read_log(directory: Path, record: Record, stream: int, offset: int, limit: int) -> tuple[int, bytes]:
+def read_log(directory: str, record: Record, stream: int, offset: int, limit: int) -> tuple[int, bytes]:
     """At most `limit` bytes of a stream's log from the first kept byte at or after `offset`: (its offset, the bytes).
 
     Empty bytes: nothing is kept at or after `offset`.
@@ -78,7 +85,7 @@ def read_log(directory: Path, record: Record, stream: int, offset: int, limit: i
     if offset >= total or kept <= 0:
         return total, b""
     head, room = record.head, record.head + record.tail
-    path = directory / f"{record.command}.{'out' if stream == wire.STREAM_OUT else 'err'}"
+    path = f"{directory}/{record.command}.{'out' if stream == wire.STREAM_OUT else 'err'}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -97,15 +104,18 @@ def read_log(directory: Path, record: Record, stream: int, offset: int, limit: i
         os.close(fd)
 
 
-def remove(directory: Path) -> None:
+def remove(directory: str) -> None:
     """Delete a sandbox's directory. Flat by contract; whatever else is found is deleted too."""
+    for name in ("end.json", "commands.bin"):
+        try:
+            os.unlink(f"{directory}/{name}")
+        except FileNotFoundError:
+            pass
     try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    remove(Path(entry.path))
-                else:
-                    os.unlink(entry.path)
         os.rmdir(directory)
     except FileNotFoundError:
-        return
+        pass
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        shutil.rmtree(directory)  # logs

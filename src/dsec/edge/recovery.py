@@ -9,11 +9,11 @@ import logging
 import time
 
 from dsec.edge import journal as lines
-from dsec.edge import records
+from dsec.edge import records, wire
 from dsec.edge.core import Core
 from dsec.edge.journal import Entry
 from dsec.edge.lifecycle import Sandbox
-from dsec.edge.supervisor import ConnectionLost
+from dsec.edge.supervisor import ConnectionLost, Control
 from dsec.edge.wire import WireError
 from libdsec.errors import DSecError, LayerNotFound, WireVersion
 from libdsec.wire import Cause, State
@@ -22,6 +22,7 @@ log = logging.getLogger("dsec.edge")
 _PARALLEL = 64
 _ANSWER = 10.0  # seconds in which a supervisor must answer after a restart
 _TICK = 1.0
+_PING_TICKS = 10
 _OVERDUE = 5.0  # seconds past its deadline after which a sandbox is ended from here
 
 
@@ -32,8 +33,9 @@ class Recovery(Core):
         """Bring the table to what the journal says and the node shows."""
         config = self.config
         for sandbox_id, entry in entries.items():
-            self.table.add(Sandbox.restored(entry, config.run_dir / sandbox_id, config.sandboxes / sandbox_id))
-        self.journal.open(entries.values())
+            self.table.add(Sandbox.restored(entry, config.run_of(sandbox_id), config.state_of(sandbox_id)))
+        self._drop_tombstones()
+        self.journal.open(self.history())
         live = self.table.live()
         gate = asyncio.Semaphore(_PARALLEL)
         reasons = dict(zip([s.id for s in live], await asyncio.gather(*(self._find(s, gate) for s in live)), strict=True))
@@ -47,6 +49,10 @@ class Recovery(Core):
             if sandbox.state is State.RUNNING and entries[sandbox.id].ready is None:
                 await self._half_made(sandbox)
         await self._remove_orphans()
+
+    def history(self) -> list[Entry]:
+        """What the journal has to remember."""
+        return [entry for sandbox in self.table if (entry := sandbox.entry()) is not None]
 
     def survivor(self) -> int | None:
         """Pid of a supervisor that lives now: whoever joins it shares the node's mounts."""
@@ -99,9 +105,8 @@ class Recovery(Core):
         known = [sandbox.id for sandbox in self.table]
         for backend in self.backends.values():
             for sandbox_id in await backend.orphans(known):
-                run, state = self.config.run_dir / sandbox_id, self.config.sandboxes / sandbox_id
                 try:
-                    await backend.reap(sandbox_id, run, state, False)
+                    await backend.reap(sandbox_id, self.config.run_of(sandbox_id), self.config.state_of(sandbox_id), False)
                 except (DSecError, ConnectionLost) as error:
                     log.error("orphan %s cannot be removed: %s", sandbox_id, error)
                     continue
@@ -111,7 +116,7 @@ class Recovery(Core):
 
     def _drop_directory(self, sandbox_id: str) -> None:
         try:
-            records.remove(self.config.sandboxes / sandbox_id)
+            records.remove(self.config.state_of(sandbox_id))
         except OSError as error:
             log.error("orphan %s: %s", sandbox_id, error)
 
@@ -119,39 +124,75 @@ class Recovery(Core):
 
     async def sweep(self) -> None:
         """Once a second, for as long as the edge lives."""
+        ticks = 0
         while True:
             await asyncio.sleep(_TICK)
+            ticks += 1
             try:
                 self._drop_tombstones()
                 self._overdue()
-                self.admission.disk = await self.backends["container"].disk_usage()
+                if ticks % _PING_TICKS == 0:
+                    self._ping()
+                await self.look_at_disk()
                 if self.journal.grown:
-                    self.journal.compact([entry for sandbox in self.table if (entry := sandbox.entry()) is not None])
+                    self.journal.compact(self.history())
             except (DSecError, ConnectionLost, OSError) as error:
                 log.error("sweep: %s", error)
+
+    async def look_at_disk(self) -> None:
+        """How full the writable medium is, for admission."""
+        for backend in self.backends.values():
+            self.admission.disk = await backend.disk_usage()
 
     def _drop_tombstones(self) -> None:
         for sandbox in self.table.expired(self.config.tombstone_ttl, self.config.max_tombstones):
             if sandbox.kept:
                 self.remove_records(sandbox)
+            # its lines stay in the journal until the next compaction, and are too old to count for an edge that starts before that
             self.table.drop(sandbox)
-            self.journal.write(lines.Gone(v=lines.VERSION, id=sandbox.id))
 
     def _overdue(self) -> None:
-        """A supervisor ends its sandbox at the deadline by itself; one that hangs is ended from here."""
-        before = time.time() - _OVERDUE
+        """A supervisor ends its sandbox at the deadline or when it is told to; one that hangs is ended from here."""
+        before, now = time.time() - _OVERDUE, asyncio.get_running_loop().time()
         for sandbox in self.table.live():
-            if sandbox.deadline is not None and sandbox.deadline < before and sandbox.state is State.RUNNING and sandbox.recovering is None:
-                log.warning("sandbox %s: its supervisor missed the deadline", sandbox.id)
-                sandbox.recovering = asyncio.get_running_loop().create_future()
-                self.spawn(self._end_overdue(sandbox), f"overdue {sandbox.id}")
+            if sandbox.state is not State.RUNNING or sandbox.recovering is not None:
+                continue
+            if sandbox.stop_by is not None and sandbox.stop_by < now:
+                self._end_hung(sandbox, f"its supervisor did not obey a stop within {self.config.stop_timeout:.0f} s", Cause.STOPPED)
+            elif sandbox.deadline is not None and sandbox.deadline < before:
+                self._end_hung(sandbox, "its supervisor missed the deadline", Cause.EXPIRED)
 
-    async def _end_overdue(self, sandbox: Sandbox) -> None:
+    def _ping(self) -> None:
+        """Where somebody waits for a supervisor, ask whether it is alive: a wait must end, even when the one that would end it hangs."""
+        for sandbox in self.table.live():
+            control = sandbox.control
+            if control is not None and not sandbox.pinged and (control.busy or sandbox.streams):
+                sandbox.pinged = True
+                self.spawn(self._answers(sandbox, control), f"ping {sandbox.id}")
+
+    async def _answers(self, sandbox: Sandbox, control: Control) -> None:
+        try:
+            await asyncio.wait_for(control.call(wire.F_STAT), self.config.hang_timeout)
+        except TimeoutError:
+            if sandbox.state is State.RUNNING and sandbox.control is control and sandbox.recovering is None:
+                why = f"its supervisor did not answer for {self.config.hang_timeout:.0f} s"
+                self._end_hung(sandbox, why, Cause.INFRA_LOST)
+        except (DSecError, ConnectionLost):
+            pass  # whoever waits learns it from the connection
+        finally:
+            sandbox.pinged = False
+
+    def _end_hung(self, sandbox: Sandbox, why: str, cause: Cause) -> None:
+        log.warning("sandbox %s: %s", sandbox.id, why)
+        sandbox.recovering = asyncio.get_running_loop().create_future()
         control, sandbox.control = sandbox.control, None
         if control is not None:
-            control.fail(ConnectionLost("its supervisor missed the deadline"))
+            control.fail(ConnectionLost(why))
+        self.spawn(self._bury_hung(sandbox, why, cause), f"hung {sandbox.id}")
+
+    async def _bury_hung(self, sandbox: Sandbox, why: str, cause: Cause) -> None:
         try:
-            await self.bury(sandbox, "its supervisor missed the deadline", Cause.EXPIRED)
+            await self.bury(sandbox, why, cause)
         finally:
             if sandbox.recovering is not None:
                 sandbox.recovering.set_result(None)

@@ -95,7 +95,7 @@ class Control:
     `on_event(frame)` gets EVENT and ENDED frames of the subscription; `on_lost(error)` is called once when the connection broke.
     """
 
-    __slots__ = ("_loop", "_next", "_on_event", "_on_lost", "_parser", "_pending", "_sock", "_unsent", "closed", "hello", "path", "pid")
+    __slots__ = ("_loop", "_next", "_on_event", "_on_lost", "_parser", "_pending", "_sock", "_unsent", "closed", "hello", "path")
 
     def __init__(self, sock: socket.socket, path: str, on_event: Callable[[Frame], None], on_lost: Callable[[Exception], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -107,7 +107,6 @@ class Control:
         self._on_event = on_event
         self._on_lost = on_lost
         self.path = path
-        self.pid = peer_pid(sock)
         self.closed = False
         self.hello: Fields | None = None
         self._loop.add_reader(sock.fileno(), self._readable)
@@ -118,6 +117,16 @@ class Control:
     async def open(cls, path: str, on_event: Callable[[Frame], None], on_lost: Callable[[Exception], None]) -> Control:
         """Connect and subscribe. Does not wait for the answer: a supervisor that refuses comes as `on_lost`."""
         return cls(await connect(path), path, on_event, on_lost)
+
+    @property
+    def busy(self) -> bool:
+        """Somebody waits for a reply."""
+        return bool(self._pending)
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's pid. OSError when closed."""
+        return peer_pid(self._sock)
 
     def call(self, kind: int, payload: bytes = b"") -> asyncio.Future[Frame]:
         """Send a request; the future gives its one reply frame. An ERROR raises typed, a broken connection ConnectionLost."""

@@ -35,6 +35,7 @@ A record's inline bytes (out_inline, err_inline) follow it inside the RECORD fie
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from libdsec.errors import DSecError
@@ -267,12 +268,24 @@ def u64(tag: int, value: int) -> bytes:
     return _U64_FIELD.pack(tag, 0, 8, value)
 
 
+def u64s(*tags: int) -> Callable[..., bytes]:
+    """A builder of several integer fields at once: `u64s(T_ROWS, T_COLS)(24, 80)`."""
+    head = [_FIELD.pack(tag, 0, 8) for tag in tags]
+    pack = struct.Struct("<" + "8sQ" * len(tags)).pack
+
+    def build(*values: int) -> bytes:
+        return pack(*[part for pair in zip(head, values, strict=True) for part in pair])
+
+    return build
+
+
 def text(tag: int, value: str) -> bytes:
     """A text field. A NUL inside cannot be carried: ValueError."""
-    data = value.encode("utf-8", "surrogateescape")
-    if b"\0" in data:
+    data = value.encode("utf-8", "surrogateescape") + b"\0"
+    size = len(data)
+    if data.find(b"\0") != size - 1:
         raise ValueError("text must not contain a NUL byte")
-    return _FIELD.pack(tag, 0, len(data) + 1) + data + b"\0"
+    return _FIELD.pack(tag, 0, size) + data
 
 
 def raw(tag: int, value: bytes | memoryview) -> bytes:
@@ -302,53 +315,59 @@ HELLO: Final = frame(F_HELLO, 0, u64(T_VERSION_MAJOR, WIRE_MAJOR) + u64(T_VERSIO
 class Fields:
     """The fields of one payload: last value by tag, and lists for repeated tags. WireError when malformed."""
 
-    __slots__ = ("_all",)
+    __slots__ = ("_last", "_more")
 
     def __init__(self, payload: bytes) -> None:
-        found: dict[int, list[bytes]] = {}
+        self._last: dict[int, bytes] = {}
+        self._more: dict[int, list[bytes]] | None = None
+        found, unpack = self._last, _FIELD.unpack_from
         at, end = 0, len(payload)
         while at < end:
             if end - at < 8:
                 raise WireError("a field header is cut off")
-            tag, zero, size = _FIELD.unpack_from(payload, at)
+            tag, zero, size = unpack(payload, at)
             at += 8
             if zero or size > end - at:
                 raise WireError(f"field {tag} is malformed or longer than its frame")
-            found.setdefault(tag, []).append(payload[at : at + size])
+            value = payload[at : at + size]
             at += size
-        self._all = found
+            if tag in found:
+                if self._more is None:
+                    self._more = {}
+                self._more.setdefault(tag, [found[tag]]).append(value)
+            found[tag] = value
 
     def __contains__(self, tag: int) -> bool:
-        return tag in self._all
+        return tag in self._last
 
     def u64(self, tag: int, default: int = 0) -> int:
         """An integer, or the default when it is absent."""
-        values = self._all.get(tag)
-        if values is None:
+        found = self._last.get(tag)
+        if found is None:
             return default
-        if len(values[-1]) != 8:
+        if len(found) != 8:
             raise WireError(f"field {tag} is not an 8-byte integer")
-        value: int = _U64.unpack(values[-1])[0]
-        return value
+        return int.from_bytes(found, "little")
 
     def text(self, tag: int, default: str = "") -> str:
         """Text, or the default when it is absent."""
-        values = self._all.get(tag)
-        if values is None:
+        value = self._last.get(tag)
+        if value is None:
             return default
-        value = values[-1]
         if not value.endswith(b"\0") or value.find(b"\0") != len(value) - 1:
             raise WireError(f"field {tag} is not a text")
         return value[:-1].decode("utf-8", "replace")
 
     def bytes(self, tag: int) -> bytes | None:
         """Raw bytes, or None."""
-        values = self._all.get(tag)
-        return None if values is None else values[-1]
+        return self._last.get(tag)
 
     def texts(self, tag: int) -> list[str]:
         """Every value of a repeated text."""
-        return [v[:-1].decode("utf-8", "replace") for v in self._all.get(tag, ()) if v.endswith(b"\0")]
+        if tag not in self._last:
+            return []
+        values = (self._more or {}).get(tag, [self._last[tag]])
+        return [value[:-1].decode("utf-8", "replace") for value in values if value.endswith(b"\0")]
 
 
 def data(payload: bytes) -> tuple[int, bytes]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from dsec.images.model import Layer, ResolvedImage
@@ -71,15 +70,15 @@ class StartSpec:
     log_budget: int
     deadline_ns: int
     idle_ns: int
-    run_dir: Path
-    state_dir: Path
+    run_dir: str
+    state_dir: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Started:
     """A supervisor that answers at `socket`."""
 
-    socket: Path
+    socket: str
     pid: int  # the supervisor's
     init_pid: int  # PID 1 of the sandbox, as the host sees it
 
@@ -113,7 +112,7 @@ class Backend(Protocol):
         """Make the sandbox. On an error nothing is left."""
         ...
 
-    async def reap(self, sandbox_id: str, run_dir: Path, state_dir: Path, memory_disk: bool) -> None:
+    async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool) -> None:
         """Remove everything of a sandbox whose supervisor is gone. No error when there is nothing."""
         ...
 

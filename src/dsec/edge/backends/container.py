@@ -23,6 +23,10 @@ from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable
 MAX_LAYERS = 64
 _ID = re.compile(r"[a-z0-9]{20}")
 _GIB = 1 << 30
+_NUMBERS = wire.u64s(
+    wire.T_UID_BASE, wire.T_USERNS, wire.T_MEDIUM, wire.T_DISK_BYTES, wire.T_MEMORY_BYTES, wire.T_PIDS, wire.T_CPU_MILLI, wire.T_NOFILE,
+    wire.T_SHM_BYTES, wire.T_LOG_HEAD, wire.T_LOG_TAIL, wire.T_LOG_BUDGET, wire.T_DEADLINE_NS, wire.T_IDLE_NS,
+)  # fmt: skip
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -74,15 +78,15 @@ class Container:
         except ConnectionLost as error:
             raise ResourceExhausted(f"sandbox {spec.id}: {error} while it was made", resource="launcher", retry_after=0.5) from error
         fields = Fields(reply.payload)
-        return Started(spec.run_dir / "aether.sock", fields.u64(wire.T_PID), fields.u64(wire.T_INIT_PID))
+        return Started(f"{spec.run_dir}/aether.sock", fields.u64(wire.T_PID), fields.u64(wire.T_INIT_PID))
 
-    async def reap(self, sandbox_id: str, run_dir: Path, state_dir: Path, memory_disk: bool) -> None:
+    async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool) -> None:
         """Kill and remove whatever is left of a sandbox. Tried again once when the launcher dies meanwhile."""
         request = (
             wire.text(wire.T_ID, sandbox_id)
-            + wire.text(wire.T_RUN_DIR, str(run_dir))
-            + wire.text(wire.T_STATE_DIR, str(state_dir))
-            + wire.u64(wire.T_MEDIUM, wire.MEDIUM_MEMORY if memory_disk else wire.MEDIUM_BTRFS)
+            + wire.text(wire.T_RUN_DIR, run_dir)
+            + wire.text(wire.T_STATE_DIR, state_dir)
+            + wire.u64(wire.T_MEDIUM, _medium(memory_disk))
         )
         for attempt in range(2):
             try:
@@ -188,27 +192,18 @@ class Container:
         parts = [
             wire.text(wire.T_ID, spec.id),
             text_field(wire.T_HOSTNAME, spec.hostname, "hostname"),
-            wire.u64(wire.T_UID_BASE, spec.uid_base),
-            wire.u64(wire.T_USERNS, 1),
-            wire.u64(wire.T_MEDIUM, wire.MEDIUM_MEMORY if spec.memory_disk else wire.MEDIUM_BTRFS),
-            wire.u64(wire.T_DISK_BYTES, spec.disk_bytes),
-            wire.u64(wire.T_MEMORY_BYTES, spec.memory_bytes),
-            wire.u64(wire.T_PIDS, spec.pids),
-            wire.u64(wire.T_CPU_MILLI, spec.cpu_milli),
-            wire.u64(wire.T_NOFILE, spec.open_files),
-            wire.u64(wire.T_SHM_BYTES, spec.shm_bytes),
-            wire.u64(wire.T_LOG_HEAD, spec.log_head),
-            wire.u64(wire.T_LOG_TAIL, spec.log_tail),
-            wire.u64(wire.T_LOG_BUDGET, spec.log_budget),
-            wire.u64(wire.T_DEADLINE_NS, spec.deadline_ns),
-            wire.u64(wire.T_IDLE_NS, spec.idle_ns),
+            _NUMBERS(
+                spec.uid_base, 1, _medium(spec.memory_disk), spec.disk_bytes, spec.memory_bytes, spec.pids, spec.cpu_milli, spec.open_files,
+                spec.shm_bytes, spec.log_head, spec.log_tail, spec.log_budget, spec.deadline_ns, spec.idle_ns,
+            ),
             text_field(wire.T_WORKDIR, spec.workdir, "workdir"),
             text_field(wire.T_USER, spec.user, "user"),
-            wire.text(wire.T_RUN_DIR, str(spec.run_dir)),
-            wire.text(wire.T_STATE_DIR, str(spec.state_dir)),
+            wire.text(wire.T_RUN_DIR, spec.run_dir),
+            wire.text(wire.T_STATE_DIR, spec.state_dir),
         ]
         parts.extend(wire.text(wire.T_LAYER, layer_name(layer.digest)) for layer in reversed(spec.layers))  # topmost first
-        parts.append(env_fields(spec.env))
+        if spec.env:
+            parts.append(env_fields(spec.env))
         return b"".join(parts)
 
     def _cgroup_parents(self) -> list[Path]:
@@ -223,6 +218,10 @@ class Container:
                 if error.errno != errno.ENOENT:
                     raise
         return found
+
+
+def _medium(memory_disk: bool) -> int:
+    return wire.MEDIUM_MEMORY if memory_disk else wire.MEDIUM_BTRFS
 
 
 def layer_name(digest: str) -> str:
