@@ -127,13 +127,14 @@ static int answer(uint8_t type, uint32_t number, const struct fault *f) {
   return frame_send(CONTROL, &b);
 }
 
-static void create(uint32_t number, struct fault *f) __attribute__((noreturn));
-static void create(uint32_t number, struct fault *f) {
+static void create(uint32_t number, int userns, struct fault *f) __attribute__((noreturn));
+static void create(uint32_t number, int userns, struct fault *f) {
   signal(SIGCHLD, SIG_DFL);
   setsid();
   close_fd(&node.host_ns);
   close_fd(&node.own_ns);
-  if (spec_check(&order.spec, node.cgroup, 1, f) || sandbox_create(&sandbox, &order.spec, f)) {
+  userns_forget(userns);
+  if (sandbox_create(&sandbox, &order.spec, userns, f)) {
     answer(F_ERROR, number, f);
     _exit(1);
   }
@@ -166,11 +167,13 @@ static void disk_usage(uint32_t number) {
 
 static void serve(const struct frame *h, size_t size) {
   struct fault f = {0};
-  int bad = order_read(&order, h, request + sizeof *h, size, &f);
+  int userns = -1, bad = order_read(&order, h, request + sizeof *h, size, &f);
+  if (!bad && h->type == F_CREATE)
+    bad = spec_check(&order.spec, node.cgroup, 1, &f) || (order.spec.userns && (userns = userns_get(order.spec.uid_base, &f)) < 0);
   if (!bad && (h->type == F_CREATE || h->type == F_REAP)) {
     pid_t pid = fork();
     if (pid > 0) return;               // the child answers
-    if (!pid && h->type == F_CREATE) create(h->request, &f);
+    if (!pid && h->type == F_CREATE) create(h->request, userns, &f);
     if (!pid) {
       bad = spec_check(&order.spec, node.cgroup, 0, &f) || reap(&order.spec, &f);
       answer(bad ? F_ERROR : F_OK, h->request, &f);

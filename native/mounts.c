@@ -220,6 +220,12 @@ static int join_groups(const struct sandbox *s, struct fault *f) {
   return unshare(CLONE_NEWCGROUP) ? fault_host(f, errno, "make a cgroup namespace") : 0;
 }
 
+static int join_network(const struct setup *u, struct fault *f) {
+  char byte;
+  if (read(u->go, &byte, 1) != 1) _exit(2);              // aether failed or died; nobody waits for an answer
+  return setns(u->aether, CLONE_NEWNET) ? fault_host(f, errno, "join the network namespace") : 0;
+}
+
 static int give_up(const struct setup *u, struct fault *f) {
   const struct sandbox *s = u->s;
   const struct account nobody = {.name = "root"};
@@ -239,7 +245,7 @@ void setup_child(struct setup *u) {
   sigprocmask(SIG_SETMASK, &none, NULL);
   umask(0);
   if (join_groups(s, &f) || (u->dev = own_copy(NODE_DEV, s, &f)) < 0 || overlay(s, &f) || devices(u, &f) || proc(s, &f) ||
-      directory(s, "/tmp", 01777, &f))
+      directory(s, "/tmp", 01777, &f) || join_network(u, &f))
     fail(u->status, &f);
   if (sethostname(s->spec.hostname, strlen(s->spec.hostname))) { fault_host(&f, errno, "set the host name"); fail(u->status, &f); }
   // aether looks at the new root now, while this goes on
@@ -255,37 +261,6 @@ void setup_child(struct setup *u) {
   fault_set(&f, "internal", errno, "start PID 1");
   fail(u->status, &f);
   __builtin_unreachable();
-}
-
-static char map_stack[16384] __attribute__((aligned(16)));
-static int hold(void *parent) {
-  // nobody else ends it when aether is killed right now
-  if (!prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) && getppid() == *(const pid_t *)parent)
-    for (;;) pause();
-  return 0;
-}
-
-int userns_make(uint32_t base, pid_t *helper, struct fault *f) {
-  static pid_t self;
-  char path[64], map[64];
-  int fd = -1;
-  self = getpid();
-  // a namespace needs a process to be born with; this one shares our memory and descriptors, so it is cheap, and only waits
-  pid_t pid = clone(hold, map_stack + sizeof map_stack, CLONE_NEWUSER | CLONE_VM | CLONE_FILES | SIGCHLD, &self);
-  if (pid < 0) fault_host(f, errno, "make a user namespace");
-  snprintf(map, sizeof map, "0 %u 65536", base);
-  static const char *const files[] = {"uid_map", "gid_map"};
-  for (int i = 0; pid > 0 && i < 2 && !f->code; i++) {
-    snprintf(path, sizeof path, "/proc/%d/%s", pid, files[i]);
-    if (write_at(AT_FDCWD, path, map)) fault_host(f, errno, "map the ids from %u on", base);
-  }
-  if (pid > 0 && !f->code) {
-    snprintf(path, sizeof path, "/proc/%d/ns/user", pid);
-    if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) fault_host(f, errno, "open the user namespace");
-  }
-  if (pid > 0) kill(pid, SIGKILL);     // its death takes a while and nobody has to wait for it here
-  *helper = pid;
-  return fd;
 }
 
 int netns_make(struct fault *f) {

@@ -64,13 +64,16 @@ int root_join(pid_t aether, struct fault *f);
 int host_open(const char *path, int flags);                           // a path of the host, from our namespace
 
 // mounts.c: the process that becomes PID 1
-struct setup { struct sandbox *s; int status, dev; };
+struct setup { struct sandbox *s; int status, go, aether, dev; };     // go: a byte when aether's network namespace is there to be joined
 void setup_child(struct setup *u) __attribute__((noreturn));
-int userns_make(uint32_t base, pid_t *helper, struct fault *f);       // descriptor of a user namespace of 65,536 ids; reap the helper later
 int netns_make(struct fault *f);                                      // this process moves into a new one with loopback
 int fs_mount(const char *type, const char *const *options, unsigned attributes); // name, value, ... NULL; detached mount or -1
 int attach(int mount, const char *path);
 unsigned masks_present(void);
+
+// userns.c
+int userns_get(uint32_t base, struct fault *f);                       // descriptor of a user namespace of 65,536 ids; the cache's own
+void userns_forget(int but);                                          // closes what the cache holds, in a child that needs but one
 
 // user.c
 struct account { uint32_t uid, gid; char name[64], home[512]; uint32_t groups[64]; int ngroups; };

@@ -90,41 +90,47 @@ static int inspect_root(struct sandbox *s, struct fault *f) {
   return 0;
 }
 
+// The process that becomes PID 1. It mounts while this one makes the network namespace, which takes about as long.
 static int start_init(struct sandbox *s, struct fault *f) {
-  int status[2];
-  if (pipe2(status, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
+  int status[2], go[2], self = sys_pidfd_open(getpid());
+  if (self < 0) return fault_host(f, errno, "open a pidfd");
+  if (pipe2(status, O_CLOEXEC)) { close(self); return fault_host(f, errno, "make a pipe"); }
+  if (pipe2(go, O_CLOEXEC)) { close(self); close(status[0]); close(status[1]); return fault_host(f, errno, "make a pipe"); }
   struct clone_args a = {.flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_PIDFD | CLONE_INTO_CGROUP,
                          .pidfd = (uint64_t)(uintptr_t)&s->init_fd, .exit_signal = SIGCHLD, .cgroup = (uint64_t)(unsigned)s->cgroup_fd};
   pid_t pid = sys_clone3(&a);
   if (!pid) {
-    struct setup u = {.s = s, .status = status[1], .dev = -1};
+    struct setup u = {.s = s, .status = status[1], .go = go[0], .aether = self, .dev = -1};
+    close(go[1]);                      // so that the death of aether is the end of that pipe
     setup_child(&u);
   }
   int err = errno;
   close(status[1]);
+  close(go[0]);
   if (pid < 0) {
     s->init_fd = -1;
-    close(status[0]);
-    return fault_host(f, err, "make the namespaces of %s", s->spec.id);
+    fault_host(f, err, "make the namespaces of %s", s->spec.id);
   }
   s->init = pid;
-  int heard = hear(status[0], s, f);
+  int heard = pid < 0 || netns_make(f) ? -1 : 1;
+  // a setup that failed meanwhile does not read this, but has said why
+  if (heard > 0) heard = write(go[1], "", 1) < 0 && errno != EPIPE ? fault_host(f, errno, "let the setup go on") : hear(status[0], s, f);
   if (heard > 0 && inspect_root(s, f)) heard = -1;
   while (heard > 0) heard = hear(status[0], s, f);
   close(status[0]);
-  if (heard < 0) return -1;
+  close(go[1]);
+  close(self);
   // EOF comes from the exec, or from a death on the way
   struct pollfd dead = {.fd = s->init_fd, .events = POLLIN};
-  if (poll(&dead, 1, 0) > 0) return fault_set(f, "internal", 0, "PID 1 of %s died while it was made", s->spec.id);
-  return 0;
+  if (!heard && poll(&dead, 1, 0) > 0) heard = fault_set(f, "internal", 0, "PID 1 of %s died while it was made", s->spec.id);
+  return heard;
 }
 
-int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f) {
-  *s = (struct sandbox){.spec = *spec, .init_fd = -1, .listen_fd = -1, .userns_fd = -1, .hostpid_fd = -1, .cgroup_fd = -1, .oom_fd = -1,
+int sandbox_create(struct sandbox *s, const struct spec *spec, int userns, struct fault *f) {
+  *s = (struct sandbox){.spec = *spec, .init_fd = -1, .listen_fd = -1, .userns_fd = userns, .hostpid_fd = -1, .cgroup_fd = -1, .oom_fd = -1,
                         .devpts_fd = -1, .box = &box};
   box = (struct box){.volume = -1, .devpts = -1, .root = -1, .null = -1};
   for (int i = 0; i < CG_COUNT; i++) box.v1[i] = box.join[i] = -1;
-  pid_t helper = -1;
   if (!s->spec.userns) s->spec.uid_base = 0;
   for (int i = 0; i < spec->nlayers; i++)
     if (!layer_mounted(spec->layers[i])) return fault_set(f, "layer_not_found", 0, "layer %.100s is not mounted on this node", spec->layers[i]);
@@ -132,8 +138,8 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f) 
   char path[4200];
   snprintf(path, sizeof path, "%s/aether.sock", spec->run_dir);
   if (path_exists(path)) return fault_set(f, "internal", EEXIST, "the sandbox id %s is in use: %s", spec->id, path);
-  if (listen_first(s, f) || cgroup_make(s, f) || (spec->medium == MEDIUM_BTRFS && medium_make(s, f)) || netns_make(f) ||
-      (spec->userns && (s->userns_fd = userns_make(spec->uid_base, &helper, f)) < 0) || make_devpts(s, f) || start_init(s, f))
+  if (listen_first(s, f) || cgroup_make(s, f) || (spec->medium == MEDIUM_BTRFS && medium_make(s, f)) ||
+      make_devpts(s, f) || start_init(s, f))
     goto undo;
   s->devpts_fd = box.devpts;
   s->hostpid_fd = open("/proc/self/ns/pid", O_RDONLY | O_CLOEXEC);
@@ -142,10 +148,8 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f) 
     goto undo;
   }
   box.pid_ns_inside = 1;
-  if (helper > 0) waitpid(helper, NULL, 0);
   return 0;
 undo:
-  if (helper > 0) waitpid(helper, NULL, 0);
   sandbox_kill(s);
   sandbox_remove(s);
   return -1;

@@ -40,7 +40,8 @@ struct usage { uint64_t memory, memory_peak, cpu_ns, pids, disk, oom_kills, pids
 struct fault { const char *code; int err; char message[200]; }; // stable code of an error reply, errno, text that names the thing
 
 // launcher.c / sandbox.c ------------------------------------------------------------------------------------------------------------
-int sandbox_create(struct sandbox *s, const struct spec *spec, struct fault *f);  // 0, or -1 with everything undone
+// 0, or -1 with everything undone. userns: its user namespace, -1 for none
+int sandbox_create(struct sandbox *s, const struct spec *spec, int userns, struct fault *f);
 void sandbox_kill(struct sandbox *s);  // every process of it, now; returns when init was reaped
 void sandbox_remove(struct sandbox *s);// cgroups, writable layer, run directory
 void sandbox_usage(struct sandbox *s, struct usage *u);

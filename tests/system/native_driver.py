@@ -18,7 +18,7 @@ from dsec.edge.wire import Fields, Frame
 from dsec.guard import seccomp
 
 ROOT = Path(__file__).resolve().parents[2]
-BINARY = ROOT / "native" / "build" / "aether"
+BINARY = Path(os.environ.get("DSEC_TEST_AETHER") or ROOT / "native" / "build" / "aether")  # or another build of it, as with sanitizers
 UID_BASE = 200_000
 APPLETS = (
     "sh cat echo ls id pwd sleep true false kill ps env mkdir dd wc stat head grep touch chmod ln mount umount unshare hostname nc ping"
