@@ -25,6 +25,14 @@ from libdsec import DSecClient
 ROOT = Path(__file__).resolve().parents[1]
 BASES = ROOT / "build" / "state"  # where `make setup` keeps the base layers
 MEDIUM_MB = 6144
+OTHER_WIRE = """
+import sys
+from dsec.edge import wire
+wire.WIRE_MAJOR, wire.WIRE_MINOR = map(int, sys.argv[1:])
+wire.HELLO = wire.frame(wire.F_HELLO, 0, wire.u64(wire.T_VERSION_MAJOR, wire.WIRE_MAJOR) + wire.u64(wire.T_VERSION_MINOR, wire.WIRE_MINOR))
+from dsec.node import main
+sys.exit(main([]))
+"""
 
 
 class Node:
@@ -58,12 +66,12 @@ class Node:
             "DSEC_NODE_MEDIUM_SIZE_MB": str(self.medium_mb), "DSEC_NODE_MEMORY_RESERVE_MB": "512",
         }  # fmt: skip
 
-    def start(self, env: dict[str, str] | None = None, timeout: float = 60.0) -> None:
-        """Start the node and wait until it answers; its output goes to `<home>/node.log`."""
+    def start(self, env: dict[str, str] | None = None, timeout: float = 60.0, *, wire: tuple[int, int] | None = None) -> None:
+        """Start the node and wait until it answers; its output goes to `<home>/node.log`. `wire`: speak this supervisor wire version."""
         self.state.mkdir(parents=True, exist_ok=True)
         log = open(self.home / "node.log", "ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dsec.node"], env={**os.environ, **self.settings(), **(env or {})},
+            [sys.executable, *(["-m", "dsec.node"] if wire is None else ["-c", OTHER_WIRE, *map(str, wire)])], env={**os.environ, **self.settings(), **(env or {})},
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         log.close()
@@ -158,11 +166,11 @@ def supervisor_pid(node: Node, sandbox_id: str) -> int:
 
 
 def sandbox_processes(sandbox_id: str) -> list[int]:
-    """Host pids of everything that runs in the sandbox's cgroups."""
+    """Host pids of everything that runs in the sandbox's cgroups. A dead process that waits to be reaped by the host's init does not run."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if f"/{sandbox_id}" in Path(f"/proc/{pid}/cgroup").read_text():
+            if f"/{sandbox_id}" in Path(f"/proc/{pid}/cgroup").read_text() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
                 found.append(int(pid))
         except OSError:
             continue
@@ -171,7 +179,8 @@ def sandbox_processes(sandbox_id: str) -> list[int]:
 
 def cgroups_of(sandbox_id: str) -> list[str]:
     """Cgroup directories of one sandbox, in every hierarchy."""
-    return [str(child) for parent in Path("/sys/fs/cgroup").glob("**/dsec-*") for child in parent.iterdir() if child.name == sandbox_id]
+    root = Path("/sys/fs/cgroup")
+    return [str(path) for pattern in ("dsec-*", "*/dsec-*") for parent in root.glob(pattern) if (path := parent / sandbox_id).is_dir()]
 
 
 def _cgroup_dirs(name: str) -> list[Path]:

@@ -141,13 +141,13 @@ async def test_a_newer_edge_attaches_and_an_unknown_version_is_refused_by_name(o
     command = await box.start(shell=COUNT)
     await client.close()
     own_node.kill()
-    own_node.start(env={"DSEC_TEST_WIRE_MINOR": "7"})
+    own_node.start(wire=(1, 7))
     client = await own_node.client()
     result = await (await (await client.connect(box.id)).command(command.id)).wait()
     assert result.exit_code == 7
     await client.close()
     own_node.kill()
-    own_node.start(env={"DSEC_TEST_WIRE_MAJOR": "9"})
+    own_node.start(wire=(9, 0))
     client = await own_node.client()
     with pytest.raises(errors.DSecError) as caught:
         await (await client.connect(box.id)).run_shell("echo no")

@@ -16,7 +16,7 @@ def args(image: str, **more: object) -> DSecContainerRunArgs:
 
 async def test_admission_warns_then_refuses_with_retry_after(own_node: Node) -> None:
     own_node.stop()
-    own_node.start(env={"DSEC_MAX_SANDBOXES": "6", "DSEC_WARN_SANDBOXES": "4"})
+    own_node.start(env={"DSEC_NODE_MAX_SANDBOXES": "6", "DSEC_NODE_WARN_SANDBOXES": "4"})
     client = await own_node.client()
     boxes = [await client.run_container(args(own_node.busybox)) for _ in range(6)]
     assert not boxes[0].info.warnings and boxes[5].info.warnings
@@ -32,7 +32,7 @@ async def test_admission_warns_then_refuses_with_retry_after(own_node: Node) -> 
 
 async def test_a_batch_reports_each_sandbox(own_node: Node) -> None:
     own_node.stop()
-    own_node.start(env={"DSEC_MAX_SANDBOXES": "3"})
+    own_node.start(env={"DSEC_NODE_MAX_SANDBOXES": "3"})
     client = await own_node.client()
     items = await client.run_many(args(own_node.busybox), 5, partial=True)
     assert sum(isinstance(item, errors.AtCapacity) for item in items) == 2
