@@ -26,6 +26,7 @@ from libdsec.wire import Cause, Health, State
 
 log = logging.getLogger("dsec.edge")
 
+_GONE = ConnectionLost("the sandbox has ended")  # for connections that nobody waits on
 _RECONNECT = 1.0  # seconds in which a supervisor whose connection broke must answer again
 
 
@@ -232,7 +233,7 @@ class Core:
         sandbox.cause, sandbox.detail, sandbox.ended_at, sandbox.noticed = cause, detail, at, time.time()
         control, sandbox.control = sandbox.control, None
         if control is not None:
-            control.fail(sandbox.lost())
+            control.fail(sandbox.lost() if control.busy else _GONE)
         if sandbox.stopping is not None:
             # the caller is done with it: nothing to read later
             sandbox.kept = False
