@@ -86,7 +86,9 @@ int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f
   if (!own(c->state_dir, c->id)) return fault_set(f, "invalid_request", 0, "STATE_DIR %.80s does not end in /%s", c->state_dir ? c->state_dir : "", c->id);
   if (!c->nlayers) return fault_set(f, "layer_not_found", 0, "a sandbox needs at least one layer");
   if (!c->hostname || !*c->hostname) c->hostname = c->id;
-  if (strlen(c->hostname) > 63) return fault_set(f, "invalid_request", 0, "the host name %.70s is longer than 63 characters", c->hostname);
+  size_t name = strspn(c->hostname, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-.");
+  if (c->hostname[name] || name > 63)  // it also goes into /etc/hosts
+    return fault_set(f, "invalid_request", 0, "the host name %.70s is not 1 to 63 letters, digits, dots and hyphens", c->hostname);
   if (!c->workdir || !*c->workdir) c->workdir = "/";
   if (*c->workdir != '/') return fault_set(f, "invalid_request", 0, "the working directory %.120s is not absolute", c->workdir);
   if (!c->user || !*c->user) c->user = "root";
