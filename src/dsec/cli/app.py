@@ -1,0 +1,37 @@
+"""The tree of commands."""
+from __future__ import annotations
+
+import typer
+
+from dsec.cli import copying, environments, layers, machine, sandboxes
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+    help="Isolated, stateful machines for agents. Start a node with `dsec up`, then `dsec run IMAGE -- COMMAND`.",
+)  # fmt: skip
+
+
+@app.callback(invoke_without_command=True)
+def options(version: bool = typer.Option(False, "--version", help="Show the version.")) -> None:
+    if version:
+        from importlib import metadata
+
+        typer.echo(f"dsec {metadata.version('dsec')}")
+        raise typer.Exit()
+
+
+app.command("up")(machine.up)
+app.command("down")(machine.down)
+app.command("doctor")(machine.doctor)
+app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(machine.bench)
+app.command("uninstall")(machine.uninstall)
+app.command("run")(sandboxes.run)
+app.command("exec")(sandboxes.exec_)
+app.command("ps")(sandboxes.ps)
+app.command("inspect")(sandboxes.inspect)
+app.command("logs")(sandboxes.logs)
+app.command("stop")(sandboxes.stop)
+app.command("cp")(copying.cp)
+app.add_typer(layers.app, name="layer")
+app.add_typer(environments.app, name="env")
+app.add_typer(machine.config_app, name="config")

@@ -1,0 +1,109 @@
+"""What all commands share: running async code against the node, errors as exit statuses, tables or JSON, ids by prefix."""
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+import typer
+
+from libdsec import DSecClient, Sandbox
+from libdsec.errors import BinaryNotFound, DSecError, InvalidRequest, NotExecutable, SandboxNotFound
+
+T = TypeVar("T")
+PLATFORM, NOT_EXECUTABLE, NOT_FOUND, TIMEOUT = 125, 126, 127, 124  # exit statuses that are no command's own
+
+JSON = typer.Option("--json", help="Machine-readable output.")
+
+
+def call(work: Callable[[DSecClient], Awaitable[T]]) -> T:
+    """Run `work` with an opened client. A DSecError becomes `dsec: CODE: MESSAGE` on stderr and an exit status that no command can have."""
+
+    async def session() -> T:
+        async with DSecClient() as client:
+            return await work(client)
+
+    return guarded(session())
+
+
+def guarded(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, with errors as exit statuses."""
+    try:
+        return asyncio.run(work)
+    except DSecError as error:
+        fail(f"{error.code}: {error.message}", status_of(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def status_of(error: DSecError) -> int:
+    """The exit status that stands for an error of the platform; a shell's own two for programs that cannot start."""
+    return NOT_FOUND if isinstance(error, BinaryNotFound) else NOT_EXECUTABLE if isinstance(error, NotExecutable) else PLATFORM
+
+
+def fail(message: str, status: int = PLATFORM) -> NoReturn:
+    """Say what is wrong and end."""
+    print(f"dsec: {message}", file=sys.stderr)
+    raise typer.Exit(status)
+
+
+def show_json(what: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(msgspec.to_builtins(what), indent=2))
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Plain aligned columns: readable for people and safe to cut with other tools."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+    for row in [[name.upper() for name in columns], *cells]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def age(then: float | None) -> str:
+    """Time since, for people."""
+    if then is None:
+        return "-"
+    seconds = max(0, int(time.time() - then))
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds // length}{unit}"
+    return f"{seconds}s"
+
+
+def pairs(texts: Sequence[str], what: str) -> dict[str, str]:
+    """KEY=VALUE texts."""
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            fail(f"invalid_request: {what} {text!r} is not KEY=VALUE", 2)
+        found[key] = value
+    return found
+
+
+async def find(client: DSecClient, reference: str) -> Sandbox:
+    """A sandbox by its id, by a prefix of an id that no other live sandbox has, or by its name."""
+    if len(reference) == 20:
+        return await client.connect(reference)
+    infos = await client.list()
+    named = [info for info in infos if info.name == reference]
+    matching = named or [info for info in infos if info.id.startswith(reference)]
+    if len(matching) > 1:
+        raise InvalidRequest(f"{reference!r} is the beginning of {len(matching)} sandbox ids")
+    if not matching:
+        raise SandboxNotFound(f"no live sandbox is named {reference!r} or has an id that begins so")
+    return await client.connect(matching[0].id)

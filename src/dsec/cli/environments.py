@@ -1,0 +1,61 @@
+"""env create, ls, rm."""
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dsec.cli import common
+from libdsec import DSecClient
+from libdsec.wire import EnvironmentInfo
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Environments: ordered layers with ENV, USER and WORKDIR.")
+
+
+@app.command("create")
+def create(
+    name: Annotated[str, typer.Argument(help="NAME or NAME:TAG.")],
+    layer: Annotated[list[str], typer.Argument(help="Layers, base first.")],
+    env: Annotated[list[str], typer.Option("-e", "--env", metavar="KEY=VALUE")] = [],  # noqa: B006 - typer reads it
+    user: Annotated[str, typer.Option("-u", "--user")] = "root",
+    workdir: Annotated[str, typer.Option("-w", "--workdir")] = "/",
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """Name a stack of layers."""
+
+    async def work(client: DSecClient) -> EnvironmentInfo:
+        return await client.environments.create(name, layer, env=common.pairs(env, "--env"), user=user, workdir=workdir)
+
+    info = common.call(work)
+    if as_json:
+        common.show_json(info)
+    else:
+        print(f"{info.digest}  {info.name}")
+
+
+@app.command("ls")
+def ls(as_json: Annotated[bool, common.JSON] = False) -> None:
+    """All environments."""
+
+    async def work(client: DSecClient) -> list[EnvironmentInfo]:
+        return list(await client.environments.list())
+
+    infos = common.call(work)
+    if as_json:
+        common.show_json(infos)
+    else:
+        common.show_table(
+            ("name", "digest", "layers", "user", "workdir", "age"),
+            ((i.name, i.digest[:19], len(i.layers), i.user, i.workdir, common.age(i.created_at)) for i in infos),
+        )
+
+
+@app.command("rm")
+def rm(name: Annotated[list[str], typer.Argument()]) -> None:
+    """Remove environments; their layers stay."""
+
+    async def work(client: DSecClient) -> None:
+        for one in name:
+            await client.environments.remove(one)
+
+    common.call(work)

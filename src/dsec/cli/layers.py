@@ -1,0 +1,142 @@
+"""layer build, ls, rm, verify, fsck."""
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsec.cli import common
+from libdsec import DSecClient
+from libdsec.wire import LayerInfo, Progress
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Read-only layers: build, list, remove, check.")
+
+
+@app.command("build")
+def build(
+    name: Annotated[str, typer.Argument(help="Name in the catalog.")],
+    debian: Annotated[str | None, typer.Option(metavar="SUITE", help="From this Debian suite, for example bookworm.")] = None,
+    include: Annotated[str, typer.Option(metavar="PACKAGE,...", help="Packages of the Debian suite.")] = "",
+    from_dir: Annotated[Path | None, typer.Option(help="From the content of a directory.")] = None,
+    from_tar: Annotated[Path | None, typer.Option(help="From a tar archive, plain or compressed.")] = None,
+    kind: Annotated[str, typer.Option(help="base, workspace or toolkit.")] = "base",
+    prefix: Annotated[str, typer.Option(help="Where the content goes inside the layer.")] = "/",
+    parent: Annotated[list[str], typer.Option(help="A layer that this one is made to lie on.")] = [],  # noqa: B006 - typer reads it
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """Build a layer and name it."""
+    given = [source for source in (debian, from_dir, from_tar) if source is not None]
+    if len(given) != 1:
+        common.fail("invalid_request: give one of --debian, --from-dir, --from-tar", 2)
+    source = from_dir or from_tar
+    if source is not None and not source.exists():
+        common.fail(f"file_not_found: there is no {source}", 2)
+
+    async def work(client: DSecClient) -> LayerInfo:
+        with progress(f"layer {name}") as report:
+            if source is not None:
+                return await client.layers.upload(name, source, kind=kind, prefix=prefix, parents=parent, on_progress=report)
+            packages = [package for package in include.split(",") if package]
+            return await client.layers.build(name, kind=kind, debian=debian, include=packages, parents=parent, on_progress=report)
+
+    info = common.call(work)
+    if as_json:
+        common.show_json(info)
+    else:
+        print(f"{info.digest}  {common.size(info.size)}  {info.name}")
+
+
+@app.command("ls")
+def ls(as_json: Annotated[bool, common.JSON] = False) -> None:
+    """The catalog."""
+
+    async def work(client: DSecClient) -> list[LayerInfo]:
+        return list(await client.layers.list())
+
+    infos = common.call(work)
+    if as_json:
+        common.show_json(infos)
+        return
+    common.show_table(
+        ("name", "digest", "kind", "size", "age", "parents", "used by"),
+        ((i.name, i.digest[:19], i.kind, common.size(i.size), common.age(i.created_at), len(i.parents), len(i.used_by)) for i in infos),
+    )
+
+
+@app.command("rm")
+def rm(layer: Annotated[list[str], typer.Argument(help="Names or digests.")]) -> None:
+    """Remove names; a layer without a name and without users goes."""
+
+    async def work(client: DSecClient) -> None:
+        for reference in layer:
+            print((await client.layers.remove(reference)).digest)
+
+    common.call(work)
+
+
+@app.command("fsck")
+def fsck(as_json: Annotated[bool, common.JSON] = False) -> None:
+    """Check the store of this machine against its catalog, and repair what can be repaired; works with no node running."""
+    from dsec.cli.machine import loaded
+    from dsec.images.service import Images
+    from dsec.linux.tools import Tools
+
+    async def work() -> list[Progress]:
+        images = Images(loaded().config.state, Tools())
+        try:
+            return [line async for line in images.fsck()]
+        finally:
+            images.close()
+
+    lines = asyncio.run(work())
+    if as_json:
+        common.show_json(lines)
+    else:
+        for line in lines:
+            if line.message:
+                print(line.message)
+
+
+@app.command("verify")
+def verify(layer: Annotated[list[str], typer.Argument(help="Names or digests.")]) -> None:
+    """Read layers of this machine's store and compare them with their digests; works with no node running."""
+    from dsec.cli.machine import loaded
+    from dsec.images.service import Images
+    from dsec.linux.tools import Tools
+
+    async def work() -> None:
+        images = Images(loaded().config.state, Tools())
+        try:
+            for reference in layer:
+                info = await images.verify(reference)
+                print(f"{info.digest}  ok  {info.name}")
+        finally:
+            images.close()
+
+    common.guarded(work())
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal, lines elsewhere, on stderr."""
+    if not sys.stderr.isatty():
+        yield lambda line: print(f"{what}: {line.message}", file=sys.stderr) if line.message else None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=None)
+
+        def report(line: Progress) -> None:
+            bar.update(task, description=f"{what}: {line.message[:60]}")
+            if line.fraction is not None:
+                bar.update(task, total=1.0, completed=line.fraction)
+
+        yield report

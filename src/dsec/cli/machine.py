@@ -1,0 +1,188 @@
+"""up, down, doctor, config, bench, uninstall: the commands about the node on this machine itself."""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dsec.cli import common
+from dsec.config import Config, ConfigError, Loaded, assignments, load, render, to_argv
+from libdsec import DSecClient
+from libdsec.errors import DSecError
+
+File = Annotated[str | None, typer.Option("--config", metavar="FILE", help="Configuration file.")]
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="One setting; wins over environment and file.")]
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The node's configuration.")
+
+
+def loaded(path: str | None = None, flags: dict[str, Any] | None = None) -> Loaded:
+    """The configuration, or the end of the program."""
+    try:
+        return load(path, flags=flags)
+    except ConfigError as error:
+        common.fail(f"invalid_config: {error}", 2)
+
+
+def up(
+    detach: Annotated[bool, typer.Option("-d", "--detach", help="Return when the node answers.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet")] = False,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the API listens; port 0 takes a free one.")] = None,
+    state: Annotated[str | None, typer.Option(metavar="DIR", help="State directory.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="DIR", help="Run directory.")] = None,
+    config: File = None,
+    setting: Set = [],  # noqa: B006 - typer reads it
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="With --detach: give up after so long.")] = 60.0,
+) -> None:
+    """Start the node of this machine."""
+    flags: dict[str, Any] = {**assignments(setting), "listen": listen, "state_dir": state, "run_dir": run}
+    settings = loaded(config, flags).config
+    command = [sys.executable, "-m", "dsec.node", *to_argv(config, flags)]
+    if not detach:
+        os.execv(command[0], command)
+    settings.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    said = settings.log_dir / "start.log"
+    with said.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    ready = settings.run / "node.json"
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            common.fail(f"the node did not start: {said.read_text(errors='replace').strip()[-2000:]}", 1)
+        found = _ready(ready)
+        if found and found["pid"] == process.pid:
+            if not quiet:
+                print(f"node {found['version']} at {found['url']} (pid {found['pid']}); API key in {settings.key_path}")
+            return
+        time.sleep(0.02)
+    process.terminate()
+    common.fail(f"the node did not answer within {timeout:g} s; see {said}", 1)
+
+
+def down(
+    keep: Annotated[bool, typer.Option("--keep-sandboxes", help="Leave the sandboxes running; the next node takes them over.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet")] = False,
+    config: File = None,
+) -> None:
+    """Stop the sandboxes and the node of this machine."""
+    settings = loaded(config).config
+    found = _ready(settings.run / "node.json")
+    if found is None:
+        if not quiet:
+            print("no node is running")
+        return
+    stopped = 0 if keep else _stop_everything(settings)
+    os.kill(found["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while _alive(found["pid"]):
+        if time.monotonic() > deadline:
+            common.fail(f"the node (pid {found['pid']}) does not end; see {settings.log_dir}", 1)
+        time.sleep(0.02)
+    if not quiet:
+        print(f"stopped {stopped} sandboxes and the node")
+
+
+def doctor(
+    as_json: Annotated[bool, common.JSON] = False,
+    config: File = None,
+) -> None:
+    """What this machine can do, what is missing and how to get it. Exit status 1 when sandboxes cannot run here."""
+    from dsec.doctor import FATAL, diagnose
+    from dsec.linux.tools import Tools
+
+    settings = loaded(config).config
+    checks = diagnose(settings.state, Tools(Path(settings.tools_dir)) if settings.tools_dir else Tools())
+    if as_json:
+        print(json.dumps([check.as_dict() for check in checks], indent=2))
+    else:
+        for check in checks:
+            mark = "ok  " if check.ok else {FATAL: "FAIL", "warning": "warn"}.get(check.level, "note")
+            print(f"{mark}  {check.name:24} {check.detail}")
+            if not check.ok and check.fix:
+                print(f"      {'':24} -> {check.fix}")
+    raise typer.Exit(1 if any(not check.ok and check.level == FATAL for check in checks) else 0)
+
+
+@config_app.command("show")
+def config_show(
+    origin: Annotated[bool, typer.Option("--origin", help="Also where each value comes from.")] = False,
+    as_json: Annotated[bool, common.JSON] = False,
+    config: File = None,
+    setting: Set = [],  # noqa: B006 - typer reads it
+) -> None:
+    """Every setting: file < environment < flag."""
+    rows = render(loaded(config, assignments(setting)))
+    if as_json:
+        print(json.dumps({key: {"value": value, "origin": where} for key, value, where in rows}, indent=2))
+    elif origin:
+        common.show_table(("key", "value", "origin"), rows)
+    else:
+        common.show_table(("key", "value"), ((key, value) for key, value, _ in rows))
+
+
+def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="create, exec or density")]) -> None:
+    """Run a benchmark of a checkout: `dsec bench create --quick`."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "bench" / f"{name}.py").is_file():
+        common.fail(f"not_found: there is no {root / 'bench' / name}.py; benchmarks come with the repository, not with the package", 2)
+    raise typer.Exit(subprocess.run([sys.executable, "-m", f"bench.{name}", *context.args], cwd=root, check=False).returncode)
+
+
+def uninstall(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    config: File = None,
+) -> None:
+    """Stop everything and remove all that dsec keeps on this machine: sandboxes, layers, state, key, logs."""
+    settings = loaded(config).config
+    mine = [path for path in (settings.state, settings.run) if path.exists()]
+    for path in mine:
+        if not any((path / name).exists() for name in ("node.lock", "node.pid", "edge.json", "catalog.db")):
+            common.fail(f"invalid_request: {path} does not look like a directory of dsec; remove it yourself", 2)
+    if not mine:
+        print("nothing is installed")
+        return
+    if not yes and not typer.confirm(f"Remove {' and '.join(map(str, mine))} with all sandboxes and layers?"):
+        raise typer.Exit(1)
+    if _ready(settings.run / "node.json") is None and any(settings.run.glob("*/aether.sock")):
+        up(detach=True, quiet=True, listen="127.0.0.1:0", config=config, setting=[])  # only a node can end the sandboxes that run on
+    down(quiet=True, config=config)
+    for path in mine:
+        shutil.rmtree(path)
+    key = settings.key_path
+    key.unlink(missing_ok=True)
+    print(f"removed {' and '.join(map(str, mine))}")
+
+
+def _stop_everything(settings: Config) -> int:
+    async def work() -> int:
+        async with DSecClient(f"unix://{settings.run / 'node.sock'}", settings.key_path.read_text().strip()) as client:
+            return len(await client.stop_all(everything=True))
+
+    import asyncio
+
+    try:
+        return asyncio.run(work())
+    except DSecError as error:
+        common.fail(f"{error.code}: {error.message}")
+
+
+def _ready(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if _alive(found["pid"]) else None
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,205 @@
+"""run, exec, ps, inspect, logs, stop."""
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from dsec.cli import common
+from libdsec import DSecClient, DSecContainerRunArgs, Ending, Sandbox
+from libdsec.result import ExecResult
+from libdsec.wire import CommandInfo, SandboxInfo
+
+Argv = Annotated[list[str] | None, typer.Argument(help="The program and its arguments, after `--`.", show_default=False)]
+Stdin = Annotated[bool, typer.Option("-i", "--interactive", help="Pass standard input on.")]
+Terminal = Annotated[bool, typer.Option("-t", "--tty", help="On a terminal of its own.")]
+
+
+def run(
+    image: Annotated[str, typer.Argument(help="Environment, layer or digest.")],
+    argv: Argv = None,
+    detach: Annotated[bool, typer.Option("-d", "--detach", help="Only create: print the id and leave it running.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the sandbox running after the command.")] = False,
+    interactive: Stdin = False,
+    tty: Terminal = False,
+    env: Annotated[list[str], typer.Option("-e", "--env", metavar="KEY=VALUE")] = [],  # noqa: B006 - typer reads it
+    label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE")] = [],  # noqa: B006
+    name: Annotated[str | None, typer.Option(help="A name that no other live sandbox has.")] = None,
+    memory: Annotated[int | None, typer.Option(metavar="MB", help="Memory limit.")] = None,
+    cpus: Annotated[float | None, typer.Option(help="CPU limit, in cores.")] = None,
+    disk: Annotated[int | None, typer.Option(metavar="MB", help="Limit of the writable layer.")] = None,
+    pids: Annotated[int | None, typer.Option(help="Process limit.")] = None,
+    idle: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="Stop when idle for so long.  [default: never]")] = None,
+    max_lifetime: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop so long after creation.  [default: never]")] = None,
+    user: Annotated[str | None, typer.Option("-u", "--user", help="name, uid, or either with :group.  [default: the image's]")] = None,
+    workdir: Annotated[str | None, typer.Option("-w", "--workdir")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="End the command after so long (exit status 124).")] = None,
+) -> None:
+    """Create a sandbox, run a command in it, stop it. Ends with the command's exit status; 125 is an error of the platform."""
+    args = DSecContainerRunArgs(
+        container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, disk_mb=disk, pids=pids, ttl_running_stop=idle, name=name,
+        max_lifetime=max_lifetime, init_user=user, workdir=workdir, env=common.pairs(env, "--env"), labels=common.pairs(label, "--label"),
+    )  # fmt: skip
+    if not detach and not argv:
+        common.fail("invalid_request: no command; give one after `--`, or --detach", 2)
+
+    async def work(client: DSecClient) -> int:
+        box = await client.run_container(args)
+        for warning in box.info.warnings:
+            print(f"dsec: warning: {warning}", file=sys.stderr)
+        if detach:
+            if argv:
+                await box.start(argv, timeout=timeout)
+            print(box.id)
+            return 0
+        try:
+            return await _execute(box, argv or [], interactive, tty, timeout=timeout)
+        finally:
+            if keep:
+                print(f"dsec: sandbox {box.id} is kept", file=sys.stderr)
+            else:
+                await box.stop()
+
+    raise typer.Exit(common.call(work))
+
+
+def exec_(
+    sandbox: Annotated[str, typer.Argument(help="Id, beginning of an id, or name.")],
+    argv: Argv = None,
+    interactive: Stdin = False,
+    tty: Terminal = False,
+    shell: Annotated[str | None, typer.Option("-c", "--shell", help="Shell text instead of a program.")] = None,
+    env: Annotated[list[str], typer.Option("-e", "--env", metavar="KEY=VALUE")] = [],  # noqa: B006
+    user: Annotated[str | None, typer.Option("-u", "--user")] = None,
+    workdir: Annotated[str | None, typer.Option("-w", "--workdir")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS")] = None,
+) -> None:
+    """Run a command in a sandbox: `dsec exec -it ID -- bash`. Ends with its exit status; 125 is an error of the platform."""
+    if bool(argv) == (shell is not None):
+        common.fail("invalid_request: give a program after `--`, or --shell TEXT", 2)
+    program = argv or ["sh", "-c", shell or ""]
+
+    async def work(client: DSecClient) -> int:
+        box = await common.find(client, sandbox)
+        return await _execute(box, program, interactive, tty, cwd=workdir, env=common.pairs(env, "--env"), user=user, timeout=timeout)
+
+    raise typer.Exit(common.call(work))
+
+
+async def _execute(box: Sandbox, argv: list[str], interactive: bool, tty: bool, **options: Any) -> int:
+    from dsec.cli import terminal
+
+    if tty:
+        result = await terminal.attach(box, argv, **options)
+    elif interactive:
+        result = await terminal.piped(box, argv, **options)
+    else:
+        result = await terminal.show(box.stream(argv, **options))
+    return _status(result)
+
+
+def _status(result: ExecResult) -> int:
+    """A shell's exit status; anything but an exit is also said in words."""
+    if result.ending is Ending.EXITED or result.ending is Ending.SIGNALED:
+        return result.exit_code or 0
+    print(f"dsec: the command ended: {result.ending.value}", file=sys.stderr)
+    return {Ending.TIMEOUT: common.TIMEOUT, Ending.OOM: 137, Ending.KILLED: 137}.get(result.ending, common.PLATFORM)
+
+
+def ps(
+    everything: Annotated[bool, typer.Option("-a", "--all", help="Also those that ended a short time ago.")] = False,
+    label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE")] = [],  # noqa: B006
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Only ids.")] = False,
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """List sandboxes."""
+    labels = common.pairs(label, "--label")
+
+    async def work(client: DSecClient) -> list[SandboxInfo]:
+        infos = list(await client.list(labels=labels))
+        if everything:
+            infos += [info for info in await client.list(labels=labels, state="ended") if info.id not in {i.id for i in infos}]
+        return infos
+
+    infos = common.call(work)
+    if as_json:
+        common.show_json(infos)
+    elif quiet:
+        for info in infos:
+            print(info.id)
+    else:
+        common.show_table(("id", "image", "state", "age", "memory", "health", "name", "labels"), map(_row, infos))
+
+
+def _row(info: SandboxInfo) -> tuple[object, ...]:
+    state = f"{info.state.value} ({info.cause.value})" if info.cause else info.state.value
+    labels = ",".join(f"{key}={value}" for key, value in info.labels.items())
+    memory = common.size((info.limits.memory_mb or 0) << 20)
+    image = info.image or f"{len(info.layers)} layers"
+    return info.id, image, state, common.age(info.created_at), memory, info.health.value, info.name or "-", labels or "-"
+
+
+def inspect(sandbox: Annotated[str, typer.Argument(help="Id, beginning of an id, or name.")]) -> None:
+    """Everything that is known of a sandbox, with its commands and its use, as JSON."""
+
+    async def work(client: DSecClient) -> dict[str, object]:
+        box = await common.find(client, sandbox)
+        shown: dict[str, object] = {"sandbox": await box.refresh(), "commands": await box.commands()}
+        if box.info.state.value == "running":
+            shown["usage"] = await box.usage()
+        return shown
+
+    common.show_json(common.call(work))
+
+
+def logs(
+    sandbox: Annotated[str, typer.Argument(help="Id, beginning of an id, or name.")],
+    command: Annotated[str | None, typer.Argument(help="Command id; without it: the list of commands.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the command ends.")] = False,
+    offset: Annotated[int, typer.Option(help="First byte of each stream.")] = 0,
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """What a command wrote, or the commands of a sandbox."""
+
+    async def work(client: DSecClient) -> None:
+        from dsec.cli import terminal
+
+        box = await common.find(client, sandbox)
+        if command is None:
+            commands = await box.commands()
+            if as_json:
+                common.show_json(commands)
+                return
+            common.show_table(
+                ("command", "ending", "code", "age", "stdout", "stderr"),
+                ((c.id, c.ending.value, _code(c), common.age(c.started_at), c.stdout.total, c.stderr.total) for c in commands),
+            )
+            return
+        found = await box.command(command)
+        await terminal.show(found.stream(stdout_offset=offset, stderr_offset=offset, follow=follow), ended=False)
+
+    common.call(work)
+
+
+def _code(command: CommandInfo) -> object:
+    return "-" if command.exit_code is None else command.exit_code
+
+
+def stop(
+    sandboxes: Annotated[list[str] | None, typer.Argument(help="Ids, beginnings of ids, or names.", show_default=False)] = None,
+    label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE", help="All with these labels.")] = [],  # noqa: B006
+    everything: Annotated[bool, typer.Option("--all", help="Every sandbox of the node.")] = False,
+) -> None:
+    """Stop sandboxes; what they wrote is gone."""
+    if not sandboxes and not label and not everything:
+        common.fail("invalid_request: name sandboxes, --label or --all", 2)
+
+    async def work(client: DSecClient) -> list[SandboxInfo]:
+        ended = [await (await common.find(client, reference)).stop() for reference in sandboxes or []]
+        if label or everything:
+            ended += await client.stop_all(common.pairs(label, "--label"), everything=everything)
+        return ended
+
+    for info in common.call(work):
+        print(info.id)

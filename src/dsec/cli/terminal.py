@@ -1,0 +1,118 @@
+"""A command's streams on this process's own: plain, with standard input, or on a terminal."""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from libdsec import Sandbox
+from libdsec.command import Command
+from libdsec.errors import CommandEnded, StdinClosed
+from libdsec.result import Event, ExecResult
+
+
+async def show(events: AsyncIterator[Event], *, ended: bool = True) -> ExecResult:
+    """Write output as it comes. `ended`: the stream must bring the end of the command."""
+    result: ExecResult | None = None
+    async for event in events:
+        if event.kind == "stdout":
+            _write(1, event.data)
+        elif event.kind == "stderr":
+            _write(2, event.data)
+        elif event.kind == "gap":
+            _write(2, f"[{event.end - event.start} bytes were not kept]\n".encode())
+        else:
+            result = event.result
+    if result is None and ended:
+        raise AssertionError("a stream ends with an event or an exception")
+    return result  # type: ignore[return-value]
+
+
+async def piped(box: Sandbox, argv: list[str], **options: Any) -> ExecResult:
+    """With this process's standard input, to its end."""
+    command = await box.start(argv, open_stdin=True, **options)
+    feeding = asyncio.create_task(_feed(command))
+    try:
+        return await show(command.stream())
+    finally:
+        feeding.cancel()
+
+
+async def attach(box: Sandbox, argv: list[str], **options: Any) -> ExecResult:
+    """On a terminal that follows this one: raw keys, size, and every signal that a key makes."""
+    cols, rows = shutil.get_terminal_size()
+    options["env"] = {"TERM": os.environ.get("TERM", "xterm"), **options.get("env", {})}
+    command = await box.pty(argv, rows=rows, cols=cols, **options)
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def resized() -> None:
+        cols, rows = shutil.get_terminal_size()
+        task = asyncio.ensure_future(_quiet(command.resize(rows, cols)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    with _raw():
+        loop.add_signal_handler(signal.SIGWINCH, resized)
+        feeding = asyncio.create_task(_feed(command))
+        try:
+            return await show(command.stream())
+        finally:
+            feeding.cancel()
+            loop.remove_signal_handler(signal.SIGWINCH)
+
+
+async def _feed(command: Command) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        loop.add_reader(0, ready.set)
+    except (OSError, PermissionError):  # a regular file cannot be waited for: it never blocks either
+        while data := os.read(0, 1 << 18):
+            await _quiet(command.write_stdin(data))
+        await _quiet(command.close_stdin())
+        return
+    try:
+        while True:
+            await ready.wait()
+            ready.clear()
+            data = os.read(0, 65536)
+            if not data:
+                break
+            await _quiet(command.write_stdin(data))
+        loop.remove_reader(0)
+        await _quiet(command.close_stdin())
+    finally:
+        loop.remove_reader(0)
+
+
+async def _quiet(work: Any) -> None:
+    """Input and size changes that come after the end have nobody to go to."""
+    with contextlib.suppress(CommandEnded, StdinClosed):
+        await work
+
+
+@contextlib.contextmanager
+def _raw() -> Iterator[None]:
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(0)
+    tty.setraw(0)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
