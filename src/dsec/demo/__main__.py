@@ -57,7 +57,7 @@ async def run(options: argparse.Namespace, console: Console) -> report.Outcome:
         tasks = await load_or_build(
             options.build / "demo" / f"tasks-{options.tasks}-{options.seed}-{'-'.join(sorted(projects))}.json",
             list(projects.values()), options.tasks, options.seed, setting.open,
-            lambda line: console.print(f"  {line}", highlight=False, markup=False),
+            lambda line: console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True),
         )  # fmt: skip
         setup = time.monotonic() - began
         console.print(f"{len(tasks)} tasks, {len(tasks) * 4} rollouts, {options.concurrency} at a time", highlight=False)
@@ -125,12 +125,27 @@ async def make_layers(
     except LayerNotFound:
         console.print(f"building base layer {base} (once; about a minute)", highlight=False)
         await client.layers.build(base, kind="base", debian="bookworm", include=BASE_PACKAGES)
-    toolkit = await _layer(client, "demo-pytest", "toolkit", {f"{RUNNER[1:]}/{path}": data for path, data in runner.items()})
+    toolkit = await _toolkit(client, base, runner)
     found = {}
     for project in projects:
         files = {f"{PROJECTS[1:]}/{project.name}/{path}": data for path, data in project.files.items()}
         found[project.name] = [base, await _layer(client, f"demo-{project.name}", "workspace", files), toolkit]
     return found
+
+
+async def _toolkit(client: DSecClient, base: str, runner: dict[str, bytes]) -> str:
+    """The test runner, compiled by the base's own Python in a sandbox: without that every exam would compile it anew."""
+    archive = pack(runner)
+    name = f"demo-pytest-{hashlib.sha256(archive + base.encode()).hexdigest()[:12]}"
+    try:
+        await client.layers.get(name)
+    except LayerNotFound:
+        async with await client.run_container(DSecContainerRunArgs(layers=[base], memory_limit_mb=512)) as sandbox:
+            await sandbox.files.upload_tar([archive], RUNNER)
+            compiler = ["/usr/bin/python3", "-I", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", RUNNER]
+            await sandbox.exec(compiler, timeout=300, check=True)
+            await client.layers.upload(name, sandbox.files.download_tar(RUNNER), kind="toolkit", prefix=RUNNER)
+    return name
 
 
 async def _layer(client: DSecClient, name: str, kind: str, files: dict[str, bytes]) -> str:

@@ -38,11 +38,11 @@ class Hands:
     def target(self) -> str:
         return f"{self.home}/{self.task.mutation.path}"
 
-    async def shell(self, text: str, timeout: float = 60.0) -> ExecResult:
+    async def shell(self, text: str, timeout: float = 300.0) -> ExecResult:
         """Run shell text in the project's directory."""
         return self._noted(await self._typed(self.sandbox.run_shell(text, cwd=self.home, timeout=timeout)))
 
-    async def run(self, *argv: str, timeout: float = 60.0, stdin: bytes | None = None) -> ExecResult:
+    async def run(self, *argv: str, timeout: float = 300.0, stdin: bytes | None = None) -> ExecResult:
         """Run a program in the project's directory."""
         return self._noted(await self._typed(self.sandbox.exec(list(argv), cwd=self.home, timeout=timeout, stdin=stdin)))
 

@@ -13,10 +13,15 @@ from collections.abc import Mapping
 from dsec.demo.diff import Diff
 from dsec.demo.projects import Project
 from dsec.demo.tasks import EXAM, EXAM_ARGV, PROJECTS, Exam, Task, Verdict, exam, judge, outcomes
-from libdsec import ExecResult, Sandbox
+from libdsec import Ending, ExecResult, Sandbox
 
-EXAM_SECONDS = 60.0
+EXAM_SECONDS = 300.0
+STARVED_CPU = 10.0  # an exam that had less than this when its time was up says nothing about the agent
 REPORT_BYTES = 1 << 20
+
+
+class Starved(Exception):
+    """The machine was too busy for a verdict. Never a reward."""
 
 
 async def grade(sandbox: Sandbox, task: Task, project: Project, diff: Diff, rng: random.Random) -> Verdict:
@@ -30,6 +35,8 @@ async def grade(sandbox: Sandbox, task: Task, project: Project, diff: Diff, rng:
             await sandbox.files.remove(f"{home}/{path}", missing_ok=True)
     sheet = exam(task, project, rng)
     result = await sit(sandbox, sheet)
+    if result.ending is Ending.TIMEOUT and result.cpu_seconds < STARVED_CPU:
+        raise Starved(f"the exam of {task.id} got {result.cpu_seconds:.1f} CPU seconds in {EXAM_SECONDS:.0f} s")
     return judge(sheet, outcomes(sheet.token, result.stdout), how(result))
 
 

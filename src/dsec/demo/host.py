@@ -58,8 +58,12 @@ async def _dsec(*args: str) -> None:
 
 
 def shared_objects() -> set[str]:
-    """What the whole host has of mounts and loop devices, to compare before and after."""
-    found = {f"mount {line.split()[4]}" for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    """The host's mounts of the kinds that sandboxes are made of, and its loop devices, to compare before and after."""
+    found = set()
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        kind = line.partition(" - ")[2].split(" ")[0]
+        if kind in ("overlay", "erofs", "btrfs", "devpts") or "dsec" in line:
+            found.add(f"mount {line.split()[4]}")
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         found.add(f"loop device {backing.parts[3]} {_text(backing)}")
     return found

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import random
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 from dsec.demo.agents import MOVES, Hands, Move, Surprise
 from dsec.demo.diff import MAX_ARCHIVE, Diff, TooLarge, take
-from dsec.demo.grade import grade, pack
+from dsec.demo.grade import Starved, grade, pack
 from dsec.demo.projects import Project
 from dsec.demo.tasks import PROJECTS, Task, Verdict
 from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox
@@ -56,6 +57,7 @@ class Setting:
     projects: dict[str, Project]
     layers: dict[str, list[str]]
     labels: dict[str, str]
+    exams: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2 * (os.cpu_count() or 1)))  # all CPU, so few at a time
 
     async def open(self, project: Project) -> Sandbox:
         """A fresh sandbox over the project's layers."""
@@ -103,10 +105,12 @@ async def play(setting: Setting, rollout: Rollout, changed: Callable[[], None]) 
         step("score")
         verdict = await _score(setting, rollout, project, diff)
         rollout.reward, rollout.reason = verdict.reward, verdict.reason
-    except (Surprise, DSecError, TooLarge) as error:
+    except TooLarge as error:
+        rollout.reward, rollout.reason = 0.0, f"no diff: {error}"
+    except (DSecError, Starved) as error:  # the platform's fault, or not known to be the agent's: no reward at all
         code = f"{error.code}: " if isinstance(error, DSecError) else ""
         rollout.problem = rollout.problem or f"{rollout.step}: {code}{error}"
-        rollout.reward, rollout.reason = 0.0, rollout.reason or rollout.problem
+        rollout.reason = f"none: {rollout.problem}"
     step("done")
 
 
@@ -137,11 +141,12 @@ async def _act(setting: Setting, rollout: Rollout, project: Project, step: Calla
 
 
 async def _score(setting: Setting, rollout: Rollout, project: Project, diff: Diff) -> Verdict:
-    sandbox = await _timed_open(setting, rollout, project)
-    try:
-        return await grade(sandbox, rollout.task, project, diff, random.SystemRandom())
-    finally:
-        await _stop(sandbox, rollout)
+    async with setting.exams:
+        sandbox = await _timed_open(setting, rollout, project)
+        try:
+            return await grade(sandbox, rollout.task, project, diff, random.SystemRandom())
+        finally:
+            await _stop(sandbox, rollout)
 
 
 async def _timed_open(setting: Setting, rollout: Rollout, project: Project) -> Sandbox:
