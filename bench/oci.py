@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,24 @@ from dsec.guard.seccomp import number
 
 UID_BASE = 2_000_000  # as in bench/floor/arena.h
 CAPABILITIES = [
-    "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID", "CAP_SETPCAP", "CAP_NET_BIND_SERVICE",
-    "CAP_SYS_CHROOT", "CAP_AUDIT_WRITE", "CAP_SETFCAP",
+    "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID", "CAP_SETPCAP",
+    "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_AUDIT_WRITE", "CAP_SETFCAP",
 ]  # fmt: skip
-MASKED = ["kcore", "keys", "timer_list", "kpagecount", "kpagecgroup", "kpageflags", "sysrq-trigger", "kallsyms", "config.gz", "interrupts", "kmsg",
-          "slabinfo", "vmallocinfo", "scsi", "acpi", "asound"]  # fmt: skip
+MASKED = ["kcore", "keys", "timer_list", "kpagecount", "kpagecgroup", "kpageflags", "sysrq-trigger", "kallsyms", "config.gz", "interrupts",
+          "kmsg", "slabinfo", "vmallocinfo", "scsi", "acpi", "asound"]  # fmt: skip
 READONLY = ["sys", "bus", "fs", "irq"]
 
 
-def bundle(directory: Path, root: str, cgroup: str, *, memory_mb: int, pids: int, cpu_cores: float, argv: list[str]) -> None:
+@dataclass(frozen=True)
+class Limits:
+    """Of one container."""
+
+    memory_mb: int
+    pids: int
+    cpu_cores: float
+
+
+def bundle(directory: Path, root: str, cgroup: str, *, limits: Limits, argv: list[str]) -> None:
     """Write `config.json` for one container whose root file system is mounted at `root`."""
     directory.mkdir(parents=True, exist_ok=True)
     ids = [{"containerID": 0, "hostID": UID_BASE, "size": 65536}]
@@ -34,15 +44,15 @@ def bundle(directory: Path, root: str, cgroup: str, *, memory_mb: int, pids: int
         "mounts": [
             {"destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "nodev", "noexec"]},
             {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "noexec", "mode=755", "size=64k"]},
-            {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["nosuid", "noexec", "newinstance", "ptmxmode=0666"]},
-            {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": ["nosuid", "nodev", "noexec", "mode=1777", "size=64m"]},
+            {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["nosuid", "noexec", "newinstance"]},
+            {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": ["nosuid", "nodev", "noexec", "size=64m"]},
         ],
         "linux": {
             "uidMappings": ids, "gidMappings": ids, "cgroupsPath": cgroup,
             "namespaces": [{"type": name} for name in ("user", "pid", "mount", "network", "ipc", "uts", "cgroup")],
             "resources": {
-                "memory": {"limit": memory_mb << 20, "swap": memory_mb << 20}, "pids": {"limit": pids},
-                "cpu": {"quota": int(cpu_cores * 100_000), "period": 100_000},
+                "memory": {"limit": limits.memory_mb << 20, "swap": limits.memory_mb << 20}, "pids": {"limit": limits.pids},
+                "cpu": {"quota": int(limits.cpu_cores * 100_000), "period": 100_000},
             },
             "seccomp": seccomp(),
             "maskedPaths": [f"/proc/{name}" for name in MASKED], "readonlyPaths": [f"/proc/{name}" for name in READONLY],
@@ -53,9 +63,10 @@ def bundle(directory: Path, root: str, cgroup: str, *, memory_mb: int, pids: int
 
 def seccomp() -> dict[str, Any]:
     """Our own filter's lists in OCI form, as far as libseccomp knows the names; the judged calls pass."""
-    known = [n for n in sorted(policy.ALLOWED) if n not in policy.NEW_NUMBERS and n not in policy.X86_ONLY_NEW and number(n, "x86_64") is not None]
+    new = {*policy.NEW_NUMBERS, *policy.X86_ONLY_NEW}
+    known = [n for n in sorted(policy.ALLOWED - new) if number(n, "x86_64") is not None]
     judged = ["clone", "personality", "socket", "socketpair", "mknod", "mknodat", "ioctl"]
-    refused = [n for n in sorted(policy.REFUSED) if n not in policy.NEW_NUMBERS and number(n, "x86_64") is not None]
+    refused = [n for n in sorted(policy.REFUSED - new) if number(n, "x86_64") is not None]
     return {
         "defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": 38, "architectures": ["SCMP_ARCH_X86_64"],
         "syscalls": [
@@ -69,11 +80,12 @@ def crun_run(state: Path) -> list[str]:
     return ["crun", "--cgroup-manager=cgroupfs", f"--root={state}", "run", "--bundle", "{bundle}", "{id}"]
 
 
-def podman_run(state: Path, *, memory_mb: int, pids: int, cpu_cores: float, argv: list[str], runtime: str) -> list[str]:
+def podman_run(state: Path, group: str, *, limits: Limits, argv: list[str], runtime: str) -> list[str]:
     """`podman run --rm` on a mounted root, as an argument list for bench/floor/oci.c."""
     return [
-        "podman", f"--root={state}/root", f"--runroot={state}/run", f"--runtime={runtime}", "--cgroup-manager=cgroupfs", "--events-backend=none",
-        "run", "--rm", "--name={id}", "--network=none", f"--memory={memory_mb}m", f"--memory-swap={memory_mb}m", f"--pids-limit={pids}",
-        f"--cpus={cpu_cores}", f"--uidmap=0:{UID_BASE}:65536", f"--gidmap=0:{UID_BASE}:65536", "--ulimit=nofile=1024:1024",
+        "podman", f"--root={state}/root", f"--runroot={state}/run", f"--runtime={runtime}", "--cgroup-manager=cgroupfs",
+        "--events-backend=none", "run", "--rm", "--name={id}", "--network=none", f"--memory={limits.memory_mb}m",
+        f"--memory-swap={limits.memory_mb}m", f"--pids-limit={limits.pids}", f"--cpus={limits.cpu_cores}", f"--cgroup-parent=/{group}",
+        f"--uidmap=0:{UID_BASE}:65536", f"--gidmap=0:{UID_BASE}:65536", "--ulimit=nofile=1024:1024",
         "--ulimit=nproc=1000:1000", "--log-driver=none", "--rootfs", "{root}", *argv,
     ]  # fmt: skip
