@@ -75,7 +75,7 @@ def refused(c: Connection, kind: int, payload: bytes) -> str:
 def inside(box: Sandbox) -> set[int]:
     """Host pids of every process of the sandbox."""
     pids: set[int] = set()
-    for group in Path("/sys/fs/cgroup").glob(f"**/{box.driver.cgroup}/{box.id}"):
+    for group in (g for root in ("", "*/") for g in Path("/sys/fs/cgroup").glob(f"{root}{box.driver.cgroup}/{box.id}")):
         for procs in group.rglob("cgroup.procs"):
             pids.update(int(p) for p in procs.read_text().split())
     return pids
