@@ -105,7 +105,7 @@ def _raw() -> Iterator[None]:
     import tty
 
     before = termios.tcgetattr(0)
-    tty.setraw(0)
+    tty.setraw(0, termios.TCSADRAIN)  # what was typed meanwhile is kept
     try:
         yield
     finally:
