@@ -39,21 +39,21 @@ LAYERS = ("bench-base", "bench-workspace", "bench-toolkit")
 
 @dataclass
 class Bar:
-    """One figure and what it must reach. `absolute`: in time or rate, so it is scaled by how slow the machine is now."""
+    """One figure and what it must reach. `by`: it is a time or a rate, and so scaled by how slow this calibration loop is now."""
 
     name: str
     value: float | None  # None: not run
     bar: float
     at_least: bool
     unit: str = ""
-    absolute: bool = False
+    by: str = ""  # "fork": fork+exec, "loop": the namespace loop; empty: a ratio or a count, never scaled
     why: str = ""  # of not-run
     factor: float = 1.0
 
     @property
     def scaled(self) -> float | None:
         """The value on a quiet machine."""
-        if self.value is None or not self.absolute:
+        if self.value is None or not self.by:
             return self.value
         return self.value * self.factor if self.at_least else self.value / self.factor
 
@@ -61,7 +61,7 @@ class Bar:
     def verdict(self) -> str:
         if self.scaled is None:
             return "not-run"
-        if self.absolute and self.factor > INCONCLUSIVE:
+        if self.by and self.factor > INCONCLUSIVE:
             return "inconclusive"
         return "ok" if (self.scaled >= self.bar if self.at_least else self.scaled <= self.bar) else "FAILED"
 
@@ -70,7 +70,7 @@ class Bar:
         sign = ">=" if self.at_least else "<="
         if self.value is None or self.scaled is None:
             shown = "-"
-        elif self.absolute and self.factor > 1.0:
+        elif self.by and self.factor > 1.0:
             shown = f"{_number(self.value)}{self.unit} raw, {_number(self.scaled)}{self.unit} scaled"
         else:
             shown = f"{_number(self.value)}{self.unit}"
@@ -97,36 +97,37 @@ class Bench:
         print(f"\n{title}\n{_plain(head, rows)}", flush=True)
 
     def bar(
-        self, name: str, value: float | None, bar: float, *, at_least: bool, unit: str = "", absolute: bool = False, why: str = ""
+        self, name: str, value: float | None, bar: float, *, at_least: bool, unit: str = "", by: str = "", why: str = ""
     ) -> None:
         """Note a figure beside its bar."""
-        self.bars.append(Bar(name, value, bar, at_least, unit, absolute, why))
+        self.bars.append(Bar(name, value, bar, at_least, unit, by, why))
 
     def note(self, text: str) -> None:
         """Something that the reader must know."""
         self.notes.append(text)
         print(f"note: {text}", flush=True)
 
-    @property
-    def factor(self) -> float:
-        """How much slower than quiet the machine was, at least 1: the mean over the run of the worse of the two loops."""
-        worse = [max(fork / QUIET_FORK_MS, loop / QUIET_LOOP_MS) for fork, loop in self.calibrations]
-        return max(1.0, statistics.mean(worse)) if worse else 1.0
+    def factor(self, by: str) -> float:
+        """How much slower than quiet a loop was, at least 1: the mean over the run."""
+        if not by or not self.calibrations:
+            return 1.0
+        found = [fork / QUIET_FORK_MS if by == "fork" else loop / QUIET_LOOP_MS for fork, loop in self.calibrations]
+        return max(1.0, statistics.mean(found))
 
     def finish(self) -> int:
         """Print the last line, keep the result, and give the exit status."""
         for bar in self.bars:
-            bar.factor = self.factor
+            bar.factor = self.factor(bar.by)
         bad = [b for b in self.bars if b.verdict in ("FAILED", "inconclusive") or (b.verdict == "not-run" and not self.quick)]
         loops = ", ".join(f"{fork:.2f}/{loop:.2f}" for fork, loop in self.calibrations)
         quiet = f"quiet {QUIET_FORK_MS}/{QUIET_LOOP_MS}"
-        calibration = f"machine: fork+exec/namespace loop {loops} ms ({quiet}), factor {self.factor:.2f}"
+        calibration = f"machine: fork+exec/namespace loop {loops} ms ({quiet}), factors {self.factor('fork'):.2f}/{self.factor('loop'):.2f}"
         line = f"{self.name} {'FAILED' if bad else 'ok'} [{self.size}]: " + "; ".join(b.text() for b in self.bars)
         print(f"\n{calibration}\n{line}", flush=True)
         BUILD.mkdir(parents=True, exist_ok=True)
         kept = {
-            "bench": self.name, "quick": self.quick, "size": self.size, "ok": not bad, "factor": self.factor,
-            "calibrations_ms": self.calibrations,
+            "bench": self.name, "quick": self.quick, "size": self.size, "ok": not bad,
+            "factors": [self.factor("fork"), self.factor("loop")], "calibrations_ms": self.calibrations,
             "bars": [{**asdict(b), "scaled": b.scaled, "verdict": b.verdict} for b in self.bars], "data": self.data, "notes": self.notes,
             "machine": machine(), "time": time.time(),
         }  # fmt: skip
@@ -171,13 +172,13 @@ def missing(*programs: str) -> list[str]:
     return [p for p in programs if shutil.which(p) is None]
 
 
-def program(name: str, sources: Sequence[str], *, static: bool = False) -> str:
+def program(name: str, sources: Sequence[str], *, static: bool = False, more: Sequence[str] = ()) -> str:
     """Compile a program of bench/floor, when it is older than its sources."""
     BUILD.mkdir(parents=True, exist_ok=True)
     out, files = BUILD / name, [ROOT / "bench" / "floor" / s for s in sources]
     newest = max(f.stat().st_mtime for f in (ROOT / "bench" / "floor").iterdir())
     if not out.exists() or out.stat().st_mtime < newest:
-        subprocess.run(["gcc", *CFLAGS, *(["-static"] if static else []), *map(str, files), "-o", str(out)], check=True)
+        subprocess.run(["gcc", *CFLAGS, *(["-static"] if static else []), *more, *map(str, files), "-o", str(out)], check=True)
     return str(out)
 
 
@@ -328,8 +329,10 @@ class Client:
 def calibrate(bench: Bench, floor: Floor) -> None:
     """Time fork+exec and the namespace loop now."""
     count = 150 if bench.quick else 400
-    done = subprocess.run([program("calibrate", ["calibrate.c"], static=True), str(count)], capture_output=True, text=True, check=True)
-    loop = floor.run(count // 2, 1, tmpfs=True)
+    nothing = program("nothing", ["nothing.c"], static=True, more=["-nostdlib", "-fno-stack-protector"])
+    command = [program("calibrate", ["calibrate.c"], static=True), str(count), nothing]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loop = floor.run(count // 2, 1, tmpfs=True, more=["-k"])
     bench.calibrations.append((float(done.stdout), float(loop["p50_ms"])))
 
 
@@ -346,9 +349,9 @@ class Floor:
         with self.medium.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, medium_mb << 20)
 
-    def run(self, total: int, parallel: int, *, tmpfs: bool = False) -> dict[str, float]:
+    def run(self, total: int, parallel: int, *, tmpfs: bool = False, more: Sequence[str] = ()) -> dict[str, float]:
         """The floor itself."""
-        command = [self.floor, "-n", str(total), "-c", str(parallel), "-g", _group(), "-f", str(self.filter)]
+        command = [self.floor, "-n", str(total), "-c", str(parallel), "-g", _group(), "-f", str(self.filter), *more]
         return self._run(command, tmpfs, [])
 
     def run_oci(

@@ -1,7 +1,7 @@
 """create -> `true` -> stop: dsec through its HTTP API, beside podman, crun and the floor. `python -m bench.create [--quick]`.
 
-All arms: three EROFS lowers, an overlay on btrfs with a quota, user, pid, mount, net, ipc, uts and cgroup namespaces, limits of memory, pids
-and CPU, seccomp. They take turns in one run. dsec's three steps are three SDK calls from a process of its own, without a warm pool.
+All arms: three EROFS lowers, an overlay on btrfs with a quota, user, pid, mount, net, ipc, uts and cgroup namespaces, limits of memory,
+pids and CPU, seccomp. They take turns in one run. dsec's three steps are three SDK calls from a process of its own, without a warm pool.
 """
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _measure(bench: Bench, arms: Arms, rounds: int, sizes: dict[str, int]) -> No
             if turn == 0:
                 calibrate(bench, arms.floor)
             for name, (arm, total) in todo.items():
-                rate, p50 = arm(max(total, parallel), parallel)
-                rates.setdefault((name, parallel), []).append(rate)
+                per_second, p50 = arm(max(total, parallel), parallel)
+                rates.setdefault((name, parallel), []).append(per_second)
                 medians.setdefault((name, parallel), []).append(p50)
     calibrate(bench, arms.floor)
     rate = {key: statistics.harmonic_mean(values) for key, values in rates.items()}
@@ -119,9 +119,9 @@ def _measure(bench: Bench, arms: Arms, rounds: int, sizes: dict[str, int]) -> No
             why = f"{', '.join(absent[name])} not installed" if absent[name] else ""
             bench.bar(f"x {name} at {p}", value, least, at_least=True, unit="x", why=why)
         bench.bar(f"of the floor at {p} (aim 40)", 100 * rate["dsec", p] / rate["floor", p], 25, at_least=True, unit="%")
-    bench.bar("p50 at 1", percentile(arms.steps[1]["total"], 50) * 1e3, 10, at_least=False, unit=" ms", absolute=True)
+    bench.bar("p50 at 1", percentile(arms.steps[1]["total"], 50) * 1e3, 10, at_least=False, unit=" ms", by="loop")
     for p, least in ((1, 450.0), (16, 600.0)):
-        bench.bar(f"floor on tmpfs at {p}", rate["floor, tmpfs", p], least, at_least=True, unit="/s", absolute=True)
+        bench.bar(f"floor on tmpfs at {p}", rate["floor, tmpfs", p], least, at_least=True, unit="/s", by="loop")
 
 
 if __name__ == "__main__":

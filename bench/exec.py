@@ -127,7 +127,7 @@ def _latency(bench: Bench, client: Client, crun: Crun | None, rounds: int, n: in
         rows.append(["crun exec", f"{percentile(theirs, 50):.2f}", "-"])
     bench.table("exec of /bin/true, one at a time", ["arm", "p50 ms", "p99 ms"], rows)
     bench.data["exec_ms"] = {"dsec": [t * 1e3 for t in ours], "crun_p50": theirs}
-    bench.bar("exec p50", percentile(ours, 50) * 1e3, 2.5, at_least=False, unit=" ms", absolute=True)
+    bench.bar("exec p50", percentile(ours, 50) * 1e3, 2.5, at_least=False, unit=" ms", by="fork")
     why = "" if ratios else "crun not installed"
     bench.bar("x crun exec", percentile(ratios, 50) if ratios else None, 3.0, at_least=True, unit="x", why=why)
 
@@ -156,7 +156,7 @@ def _streams(bench: Bench, client: Client, made: Node) -> None:
         rows.append([way, f"{speed:.0f}", f"{grown / 2**20:.1f}", f"{server['growth'] / 2**20:.1f}"])
         bench.data[way] = {**found, "server_growth": server["growth"]}
         short = "" if found["bytes"] == GIB else f"{found['bytes']} bytes came"
-        bench.bar(f"1 GiB {way}", 0.0 if short else speed, 400, at_least=True, unit=" MB/s", absolute=True, why=short)
+        bench.bar(f"1 GiB {way}", 0.0 if short else speed, 400, at_least=True, unit=" MB/s", by="fork", why=short)
         bench.bar(f"growth of client, {way}", grown / 2**20, BOUND / 2**20, at_least=False, unit=" MiB")
         bench.bar(f"growth of server, {way}", server["growth"] / 2**20, BOUND / 2**20, at_least=False, unit=" MiB")
     client.ask("release", name="stream")

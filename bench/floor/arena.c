@@ -169,7 +169,7 @@ void attach(int mount, const char *path) {
 int mapped_copy(const char *path, int userns) {
   int fd = open_tree(AT_FDCWD, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
   struct mount_attr a = {.attr_set = MOUNT_ATTR_IDMAP, .userns_fd = (uint64_t)(unsigned)userns};
-  if (fd < 0 || mount_setattr(fd, "", AT_EMPTY_PATH, &a, sizeof a)) die("map the ids of %s", path);
+  if (fd < 0 || (userns >= 0 && mount_setattr(fd, "", AT_EMPTY_PATH, &a, sizeof a))) die("map the ids of %s", path);
   return fd;
 }
 

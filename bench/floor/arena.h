@@ -27,7 +27,7 @@ void arena_enter(int small, int hide_v2, int parallel);
 void name_of(char *name, size_t size, int worker, int i);
 int userns_make(void);                 // descriptor of a new user namespace
 int detached(const char *type, const char *const *options, unsigned attributes); // name, value, ..., NULL
-int mapped_copy(const char *path, int userns); // detached copy of a mount with the ids of userns
+int mapped_copy(const char *path, int userns); // detached copy of a mount; userns >= 0: with its ids
 void attach(int mount, const char *path);
 int layer_make(int worker, int i);     // a writable layer with its quota: its directory; -1 for tmpfs
 void layer_remove(int worker, int i);
