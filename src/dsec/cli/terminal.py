@@ -68,23 +68,23 @@ async def attach(box: Sandbox, argv: list[str], **options: Any) -> ExecResult:
 
 
 async def _feed(command: Command) -> None:
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    try:
-        loop.add_reader(0, ready.set)
-    except (OSError, PermissionError):  # a regular file cannot be waited for: it never blocks either
-        while data := os.read(0, 1 << 18):
-            await _quiet(command.write_stdin(data))
-        await _quiet(command.close_stdin())
-        return
+    """Standard input into the command, as fast as it takes it."""
+    loop, pieces = asyncio.get_running_loop(), asyncio.Queue[bytes]()
+
+    def readable() -> None:
+        loop.remove_reader(0)  # until this piece is delivered; and a read that is not asked for by the poll just now could block
+        pieces.put_nowait(os.read(0, 1 << 16))
+
     try:
         while True:
-            await ready.wait()
-            ready.clear()
-            data = os.read(0, 65536)
+            try:
+                loop.add_reader(0, readable)
+            except PermissionError:  # a regular file cannot be waited for, and never blocks
+                pieces.put_nowait(os.read(0, 1 << 18))
+            data = await pieces.get()
             if not data:
                 break
             await _quiet(command.write_stdin(data))
-        loop.remove_reader(0)
         await _quiet(command.close_stdin())
     finally:
         loop.remove_reader(0)
