@@ -39,12 +39,12 @@ demo: setup ## the main job: agents work on real projects in sandboxes and are s
 
 test: setup ## all tests but the long counts (under 20 minutes)
 	$(call say,test: native)
-	@$(MAKE) -s -C native test
+	@$(MAKE) -s -C native check
 	$(call say,test: Python)
 	@$(PY) -m pytest $(ARGS)
 
 test-full: setup ## all tests with the counts that the issues name
-	@$(MAKE) -s -C native test
+	@$(MAKE) -s -C native check
 	@DSEC_TEST_FULL=1 $(PY) -m pytest $(ARGS)
 
 lint: $(DEPS) ## ruff and mypy
@@ -55,7 +55,7 @@ native: $(APT) ## the supervisor (C)
 	@$(MAKE) -s -C native
 
 asan: $(APT) ## the supervisor with address and undefined-behaviour checks, and its tests
-	@$(MAKE) -s -C native asan
+	@$(MAKE) -s -C native check-asan
 
 bench: setup $(APT_BENCH) ## one benchmark: make bench NAME=create [ARGS=--quick]
 	@test -n "$(NAME)" || { echo "make bench NAME=..., one of: $(patsubst bench/%.py,%,$(filter-out bench/_%,$(wildcard bench/*.py)))" >&2; exit 2; }
