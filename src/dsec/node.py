@@ -1,15 +1,16 @@
 """One node as a process: images, edge and API put together. `python -m dsec.node [--config FILE] [--set KEY=VALUE]...`
 
-The one place that knows all parts below the SDK. It takes the locks (one node for a state directory and for a run directory), makes the API key at the
-first start, opens the sockets, and says when it is ready:
+The one place that knows all parts below the SDK. It takes the locks (one node for a state directory and for a run directory), makes the API
+key at the first start, opens the sockets, and says when it is ready:
 
     RUN/node.pid    locked while the node runs; holds its pid
     RUN/node.json   there while the node serves: {"url": ..., "socket": ..., "pid": ..., "version": ...}
     RUN/node.sock   the API on a unix socket, for this user only
 
-SIGTERM and SIGINT end it: what waits is answered with `unavailable`, sandboxes and their commands run on, and the next start takes them over. A second
-signal ends it at once. Exit status: 0 after a signal, 1 when it could not start; the reason is on stderr and in the log.
+SIGTERM and SIGINT end it: what waits is answered with `unavailable`, sandboxes and their commands run on, and the next start takes them
+over. A second signal ends it at once. Exit status: 0 after a signal, 1 when it could not start; the reason is on stderr and in the log.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -98,12 +99,28 @@ def edge_config(config: Config) -> EdgeConfig:
     except FileNotFoundError as error:
         raise CannotStart(str(error)) from error
     return EdgeConfig(
-        state_dir=config.state, run_dir=config.run, aether=aether, prefix=node.prefix, medium_bytes=node.medium_size_mb * MIB,
-        max_sandboxes=node.max_sandboxes, warn_sandboxes=node.warn_sandboxes, memory_reserve=node.memory_reserve_mb * MIB, uid_base=node.uid_base,
-        tombstone_ttl=node.tombstone_ttl, max_tombstones=node.max_tombstones, max_batch=node.max_batch, memory_mb=sandbox.memory_mb,
-        cpu_cores=sandbox.cpu_cores, disk_mb=sandbox.disk_mb, pids=sandbox.pids, open_files=sandbox.open_files, output_bytes=sandbox.output_bytes,
-        log_budget=sandbox.log_budget_mb * MIB, max_lifetime=sandbox.max_lifetime or None, idle_timeout=sandbox.idle_timeout or None,
-    )  # fmt: skip
+        state_dir=config.state,
+        run_dir=config.run,
+        aether=aether,
+        prefix=node.prefix,
+        medium_bytes=node.medium_size_mb * MIB,
+        max_sandboxes=node.max_sandboxes,
+        warn_sandboxes=node.warn_sandboxes,
+        memory_reserve=node.memory_reserve_mb * MIB,
+        uid_base=node.uid_base,
+        tombstone_ttl=node.tombstone_ttl,
+        max_tombstones=node.max_tombstones,
+        max_batch=node.max_batch,
+        memory_mb=sandbox.memory_mb,
+        cpu_cores=sandbox.cpu_cores,
+        disk_mb=sandbox.disk_mb,
+        pids=sandbox.pids,
+        open_files=sandbox.open_files,
+        output_bytes=sandbox.output_bytes,
+        log_budget=sandbox.log_budget_mb * MIB,
+        max_lifetime=sandbox.max_lifetime or None,
+        idle_timeout=sandbox.idle_timeout or None,
+    )
 
 
 def api_key(path: Path) -> str:
@@ -126,7 +143,9 @@ def api_key(path: Path) -> str:
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise CannotStart(f"the API key file {path} has mode {stat.S_IMODE(status.st_mode):04o}; others must not read it: chmod 600 {path}")
     if len(key) < 16 or not key.isascii() or not key.isprintable() or " " in key:
-        raise CannotStart(f"the API key file {path} does not hold a key of at least 16 printable characters; remove it and a new one is made")
+        raise CannotStart(
+            f"the API key file {path} does not hold a key of at least 16 printable characters; remove it and a new one is made"
+        )
     return key
 
 

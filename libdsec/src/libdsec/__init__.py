@@ -8,7 +8,10 @@
 
 `SyncDSecClient` is the same without `async`. Errors are in `libdsec.errors`.
 """
+
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from libdsec import errors
 from libdsec.args import DSecContainerRunArgs
@@ -22,3 +25,41 @@ from libdsec.sandbox import Sandbox, Session
 from libdsec.stream import CommandStream
 from libdsec.wire import Cause, Ending, Health, State
 
+if TYPE_CHECKING:
+    from libdsec.sync import SyncCommand, SyncDSecClient, SyncSandbox, SyncSession
+
+__all__ = [
+    "Cause",
+    "Command",
+    "CommandStream",
+    "DSecClient",
+    "DSecContainerRunArgs",
+    "DSecError",
+    "Ending",
+    "Event",
+    "ExecResult",
+    "Exit",
+    "Files",
+    "Gap",
+    "Health",
+    "Sandbox",
+    "Session",
+    "State",
+    "Stderr",
+    "Stdout",
+    "SyncCommand",
+    "SyncDSecClient",
+    "SyncSandbox",
+    "SyncSession",
+    "__version__",
+    "errors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The synchronous client is loaded when it is used."""
+    if name.startswith("Sync") and name in __all__:
+        from libdsec import sync
+
+        return getattr(sync, name)
+    raise AttributeError(f"module 'libdsec' has no attribute {name!r}")

@@ -1,9 +1,10 @@
 """Calls: encoding, typed errors, and the one policy for trying again.
 
-A call is repeated only when that cannot do anything twice: the server saw nothing of it, or the call is `safe`: a read, or one that carries a key or
-an id by which the server knows it again. A client that had reached its server waits up to `patience` seconds for it to come back (a node that
-restarts keeps its sandboxes); one that never did fails within half a second.
+A call is repeated only when that cannot do anything twice: the server saw nothing of it, or the call is `safe`: a read, or one that carries
+a key or an id by which the server knows it again. A client that had reached its server waits up to `patience` seconds for it to come back
+(a node that restarts keeps its sandboxes); one that never did fails within half a second.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -20,7 +21,7 @@ from libdsec.http import Body, Response, Transport
 from libdsec.wire import MSGPACK_TYPE, ErrorBody
 
 T = TypeVar("T")
-Params = Mapping[str, str | int | float | bool | None | Sequence[str]]
+Params = Mapping[str, str | int | float | bool | Sequence[str] | None]
 
 READ_TIMEOUT = 60.0  # seconds without a reply to a call that does not wait for anything
 PATIENCE = 15.0
@@ -69,16 +70,29 @@ class Api:
         self._reached = False
 
     async def call(
-        self, method: str, target: str, reply: type[T], *, body: msgspec.Struct | None = None, safe: bool | None = None,
-        headers: dict[str, str] | None = None, timeout: float | None = READ_TIMEOUT,
+        self,
+        method: str,
+        target: str,
+        reply: type[T],
+        *,
+        body: msgspec.Struct | None = None,
+        safe: bool | None = None,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = READ_TIMEOUT,
     ) -> T:
         """One call with a body and a reply of the wire models. `safe` is taken for granted for GET."""
         _, data = await self.exchange(method, target, body=body, safe=safe, headers=headers, timeout=timeout)
         return decode(data, reply)
 
     async def exchange(
-        self, method: str, target: str, *, body: msgspec.Struct | None = None, safe: bool | None = None,
-        headers: dict[str, str] | None = None, timeout: float | None = READ_TIMEOUT,
+        self,
+        method: str,
+        target: str,
+        *,
+        body: msgspec.Struct | None = None,
+        safe: bool | None = None,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = READ_TIMEOUT,
     ) -> tuple[int, bytes]:
         """As `call`, undecoded: status and body."""
         content = encode(body) if body is not None else None
@@ -101,8 +115,16 @@ class Api:
                 attempt += 1
 
     async def open(
-        self, method: str, target: str, *, body: Body = None, length: int | None = None, safe: bool | None = None,
-        headers: dict[str, str] | None = None, timeout: float | None = READ_TIMEOUT, idle_timeout: float | None = READ_TIMEOUT,
+        self,
+        method: str,
+        target: str,
+        *,
+        body: Body = None,
+        length: int | None = None,
+        safe: bool | None = None,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = READ_TIMEOUT,
+        idle_timeout: float | None = READ_TIMEOUT,
     ) -> Response:
         """A call whose reply is read as it comes. An error of the server is raised here. A body that streams is sent once only."""
         once = body is not None and not isinstance(body, bytes)

@@ -1,4 +1,5 @@
 """What to run: the arguments of `run_container`."""
+
 from __future__ import annotations
 
 import dataclasses

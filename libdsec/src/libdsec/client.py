@@ -1,4 +1,5 @@
 """The client of a node."""
+
 from __future__ import annotations
 
 import asyncio
@@ -20,7 +21,14 @@ from libdsec.http import Transport
 from libdsec.images import Environments, Layers
 from libdsec.sandbox import Sandbox
 from libdsec.wire import (
-    API_VERSION, DEFAULT_URL, JSON_TYPE, BatchItem, BatchRequest, NodeInfo, SandboxInfo, VersionInfo,
+    API_VERSION,
+    DEFAULT_URL,
+    JSON_TYPE,
+    BatchItem,
+    BatchRequest,
+    NodeInfo,
+    SandboxInfo,
+    VersionInfo,
 )  # fmt: skip
 
 VERSION = "0.1.0"
@@ -51,14 +59,19 @@ class RawResponse:
 class DSecClient:
     """A connection to a node, for any number of calls at once. One event loop at a time.
 
-    `base_url`: else `DSEC_URL`, else the node on this machine. `api_key`: else `DSEC_API_KEY`, else the file `~/.config/dsec/key`, else, for a node
-    on this machine, `$DSEC_STATE/api.key`. `ca_file`: certificates to trust beside the system's (`DSEC_CA_FILE`). `patience`: seconds for
-    which calls that can be repeated safely wait for a node that went away. No proxy variables are used. To anything but this
+    `base_url`: else `DSEC_URL`, else the node on this machine. `api_key`: else `DSEC_API_KEY`, else the file `~/.config/dsec/key`, else,
+    for a node on this machine, `$DSEC_STATE/api.key`. `ca_file`: certificates to trust beside the system's (`DSEC_CA_FILE`). `patience`:
+    seconds for which calls that can be repeated safely wait for a node that went away. No proxy variables are used. To anything but this
     machine the key travels only over https, unless `allow_http`.
     """
 
     def __init__(
-        self, base_url: str | None = None, api_key: str | None = None, *, ca_file: str | None = None, patience: float = PATIENCE,
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        *,
+        ca_file: str | None = None,
+        patience: float = PATIENCE,
         allow_http: bool = False,
     ) -> None:
         url = base_url or os.environ.get("DSEC_URL") or DEFAULT_URL
@@ -102,9 +115,9 @@ class DSecClient:
     ) -> Sandbox:
         """Create a sandbox. It is ready for commands when this returns.
 
-        A repeated call with the same `idempotency_key` gives the same sandbox. `capacity_wait`: seconds for which a full node is asked again
-        (AtCapacity after that). RequestTimeout after `timeout` seconds. When the call is cancelled or times out and no key was given, the
-        sandbox that may still come into being is stopped in the background; with a key it is kept for the repeated call.
+        A repeated call with the same `idempotency_key` gives the same sandbox. `capacity_wait`: seconds for which a full node is asked
+        again (AtCapacity after that). RequestTimeout after `timeout` seconds. When the call is cancelled or times out and no key was given,
+        the sandbox that may still come into being is stopped in the background; with a key it is kept for the repeated call.
         """
         key = idempotency_key or secrets.token_hex(16)
         call = self._create(args, key, capacity_wait)
@@ -121,7 +134,8 @@ class DSecClient:
     async def run_many(
         self, args: DSecContainerRunArgs, n: int, timeout: float | None = 120, *, idempotency_key: str | None = None, partial: bool = False
     ) -> Made:
-        """Create `n` equal sandboxes in one call: all of them or, when one fails, none (the others are stopped and the first error is raised).
+        """Create `n` equal sandboxes in one call: all of them or, when one fails, none (the others are stopped and the first error is
+        raised).
 
         `partial=True`: a list of `n` where an error stands in the place of each sandbox that could not be made.
         """
@@ -151,9 +165,7 @@ class DSecClient:
         """The state of a sandbox."""
         return await self._api.call("GET", path("sandboxes", id), SandboxInfo)
 
-    async def list(
-        self, labels: Mapping[str, str] | None = None, *, state: str | None = None, name: str | None = None
-    ) -> Infos:
+    async def list(self, labels: Mapping[str, str] | None = None, *, state: str | None = None, name: str | None = None) -> Infos:
         """The live sandboxes, those with all of these labels. `state`: "running", "creating", "ended", or "all"."""
         target = "/v1/sandboxes" + query({"label": _labels(labels), "state": state, "name": name})
         return _infos((await self._api.exchange("GET", target))[1])
@@ -198,7 +210,13 @@ class DSecClient:
         return reply.json() if reply.content else None
 
     async def raw_response(
-        self, method: str, path: str, *, json: Any = None, content: bytes | None = None, headers: Mapping[str, str] | None = None,
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
         params: Mapping[str, str] | None = None,
     ) -> RawResponse:
         """A call by hand: the reply as it came, errors included. Never repeated."""
@@ -244,7 +262,6 @@ class DSecClient:
         self._claims.add(task)
         task.add_done_callback(self._claims.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody waits for it
-
 
 
 def _item(api: Api, item: BatchItem) -> Sandbox | DSecError:

@@ -1,15 +1,17 @@
 """One command of a sandbox, running or ended, and how one is run to its end."""
+
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from libdsec.api import deadline, decode, path, query
 from libdsec.errors import CommandEnded, InvalidRequest, StdinClosed
 from libdsec.http import Body
 from libdsec.result import ExecResult, Exit, Stderr, Stdout
+from libdsec.sources import PART, Source, as_stream, pieces
 from libdsec.stream import Callback, CommandStream, TextFeed
 from libdsec.wire import STDIN_INLINE, CommandInfo, ExecSpec, PtySize, SignalRequest
 
@@ -18,9 +20,8 @@ if TYPE_CHECKING:
 
 WAIT = 25.0  # seconds that the server holds one call of a long wait: shorter than what proxies and NAT tables drop
 MARGIN = 5.0  # seconds after the command's own timeout until the client gives up on the server
-_CHUNK = 256 << 10
 
-Input = bytes | bytearray | memoryview | str | AsyncIterable[bytes]
+Input = bytes | bytearray | memoryview | str | Source
 
 
 class Command:
@@ -48,9 +49,7 @@ class Command:
                 if status == 200:
                     return decode(data, ExecResult)
 
-    def stream(
-        self, *, stdout_offset: int = 0, stderr_offset: int = 0, follow: bool = True, reattach: bool = True
-    ) -> CommandStream:
+    def stream(self, *, stdout_offset: int = 0, stderr_offset: int = 0, follow: bool = True, reattach: bool = True) -> CommandStream:
         """Its events from these offsets: what the log has, then (`follow`) what comes, then `Exit`."""
         return CommandStream(
             self._api, self.sandbox_id, self.id, stdout_offset=stdout_offset, stderr_offset=stderr_offset, follow=follow, reattach=reattach
@@ -98,30 +97,39 @@ async def _send_stdin(api: Api, base: str, data: Input, close: bool) -> None:
     length: int | None = None
     if isinstance(data, str):
         data = data.encode()
-    if isinstance(data, AsyncIterable):
-        body = data
-    elif len(data) <= _CHUNK:
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        body = as_stream(data)
+    elif len(data) <= PART:
         body = bytes(data)
     else:
         body, length = pieces(data), len(data)
     response = await api.open(
-        "POST", f"{base}/stdin" + ("?close=1" if close else ""), body=body, length=length, headers={"content-type": "application/octet-stream"},
+        "POST",
+        f"{base}/stdin" + ("?close=1" if close else ""),
+        body=body,
+        length=length,
+        headers={"content-type": "application/octet-stream"},
         timeout=None,
-    )  # fmt: skip
+    )
     await response.read()
 
 
-async def pieces(data: bytes | bytearray | memoryview) -> AsyncIterable[bytes]:
-    """The data in parts, so that a large body is not copied as a whole."""
-    view = memoryview(data)
-    for at in range(0, len(view), _CHUNK):
-        yield bytes(view[at : at + _CHUNK])
-
-
 def make_spec(
-    argv: Sequence[str] | None, shell: str | None, *, session: str | None = None, id: str | None = None, cwd: str | None = None,
-    env: Mapping[str, str] | None = None, user: str | None = None, timeout: float | None = None, stdin: bytes | str | None = None,
-    open_stdin: bool = False, merge: bool = False, pty: PtySize | None = None, stop_at: Sequence[str] = (), output_bytes: int | None = None,
+    argv: Sequence[str] | None,
+    shell: str | None,
+    *,
+    session: str | None = None,
+    id: str | None = None,
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
+    user: str | None = None,
+    timeout: float | None = None,
+    stdin: bytes | str | None = None,
+    open_stdin: bool = False,
+    merge: bool = False,
+    pty: PtySize | None = None,
+    stop_at: Sequence[str] = (),
+    output_bytes: int | None = None,
 ) -> tuple[ExecSpec, bytes | None]:
     """The wire form, and an input that is too long for it. Every command gets its id here, so that a call can be repeated."""
     if isinstance(argv, (str, bytes)):
@@ -129,10 +137,21 @@ def make_spec(
     data = stdin.encode() if isinstance(stdin, str) else stdin
     late = data if data is not None and len(data) > STDIN_INLINE else None
     spec = ExecSpec(
-        argv=list(argv) if argv is not None else None, shell=shell, session=session, id=id or secrets.token_hex(10), cwd=cwd, env=dict(env or {}),
-        user=user, timeout=timeout, stdin=None if late else data, open_stdin=open_stdin or late is not None, merge=merge, pty=pty,
-        stop_at=list(stop_at), output_bytes=output_bytes,
-    )  # fmt: skip
+        argv=list(argv) if argv is not None else None,
+        shell=shell,
+        session=session,
+        id=id or secrets.token_hex(10),
+        cwd=cwd,
+        env=dict(env or {}),
+        user=user,
+        timeout=timeout,
+        stdin=None if late else data,
+        open_stdin=open_stdin or late is not None,
+        merge=merge,
+        pty=pty,
+        stop_at=list(stop_at),
+        output_bytes=output_bytes,
+    )
     return spec, late
 
 

@@ -1,32 +1,31 @@
 """Files of a sandbox, by bytes, streamed both ways with bounded memory.
 
-Paths are absolute. `user` is the sandbox user whose rights apply; None: the sandbox's own. A failed write leaves nothing behind; a read that
-breaks off raises.
+Paths are absolute. `user` is the sandbox user whose rights apply; None: the sandbox's own. A failed write leaves nothing behind; a read
+that breaks off raises.
 """
+
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import io
 import os
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from libdsec import tars
 from libdsec.api import Params, decode, path, query
-from libdsec.command import pieces
 from libdsec.errors import ConnectionFailed, FileNotFound, NotADirectory, StreamLost
 from libdsec.http import Body, Response
+from libdsec.sources import Source, as_stream, pieces
 from libdsec.wire import MSGPACK_TYPE, FileInfo, MkdirRequest, MoveRequest, UnpackResult
 
 if TYPE_CHECKING:
     from libdsec.api import Api
 
-Infos = list[FileInfo]
-Names = list[str]
-Source = AsyncIterable[bytes] | Iterable[bytes] | IO[bytes]
+FileInfos = list[FileInfo]
 
 _INLINE = 1 << 20
 _TAR_TYPE = "application/x-tar"
@@ -55,15 +54,20 @@ class Files:
         """The whole content as text; line ends stay as they are."""
         return (await self.read(path, user=user)).decode(encoding, errors)
 
-    async def read_stream(
-        self, path: str, *, offset: int = 0, length: int | None = None, user: str | None = None
-    ) -> AsyncIterator[bytes]:
+    async def read_stream(self, path: str, *, offset: int = 0, length: int | None = None, user: str | None = None) -> AsyncIterator[bytes]:
         """The content in parts. StreamLost when it breaks off."""
         async for part in _parts(await self._get("files", path, user, offset=offset or None, length=length), path):
             yield part
 
     async def write(
-        self, path: str, data: bytes | str, *, mode: int | None = None, parents: bool = False, overwrite: bool = True, user: str | None = None
+        self,
+        path: str,
+        data: bytes | str,
+        *,
+        mode: int | None = None,
+        parents: bool = False,
+        overwrite: bool = True,
+        user: str | None = None,
     ) -> FileInfo:
         """Create or replace a file. `mode`: permission bits. `parents`: make the directories above it.
 
@@ -91,7 +95,7 @@ class Files:
             return False
         return True
 
-    async def list(self, path: str, *, depth: int = 1, user: str | None = None) -> Infos:
+    async def list(self, path: str, *, depth: int = 1, user: str | None = None) -> FileInfos:
         """The entries of a directory, `depth` levels deep."""
         target = f"{self._path}/files/list" + query({"path": path, "depth": depth, "user": user})
         return _infos((await self._api.exchange("GET", target))[1])
@@ -130,19 +134,27 @@ class Files:
     async def upload_dir(
         self, local: str | os.PathLike[str], path: str, *, exclude: Sequence[str] = (), user: str | None = None
     ) -> UnpackResult:
-        """Copy the content of a local directory into the directory `path`. Modes, times, symbolic and hard links are kept, owners are not."""
+        """Copy the content of a local directory into the directory `path`. Modes, times, symbolic and hard links are kept, owners are
+        not."""
         directory = os.fspath(local)
-        if not os.path.isdir(directory):
+        if not await asyncio.to_thread(os.path.isdir, directory):
             raise NotADirectoryError(f"{directory} is not a directory")
         return await self.upload_tar(tars.pack(directory, exclude), path, user=user)
 
     async def download_dir(
-        self, path: str, local: str | os.PathLike[str], *, exclude: Sequence[str] = (), user: str | None = None, links: tars.Links = "error",
+        self,
+        path: str,
+        local: str | os.PathLike[str],
+        *,
+        exclude: Sequence[str] = (),
+        user: str | None = None,
+        links: tars.Links = "error",
         max_bytes: int | None = None,
-    ) -> Names:
+    ) -> tars.Names:
         """Copy the content of the directory `path` into a local directory. Gives the names that were left out.
 
-        What a sandbox sends is not trusted: nothing is written outside `local`. `links`: what becomes of symbolic links that point out of it.
+        What a sandbox sends is not trusted: nothing is written outside `local`. `links`: what becomes of symbolic links that point out of
+        it.
         """
         directory = os.fspath(local)
         loop = asyncio.get_running_loop()
@@ -201,25 +213,6 @@ async def _parts(response: Response, name: str) -> AsyncGenerator[bytes, None]:
         raise _broke(name, error) from error
     finally:
         await response.aclose()
-
-
-async def as_stream(source: Source) -> AsyncIterator[bytes]:
-    """Any source as an async iterator; what may block is read in a thread."""
-    if isinstance(source, AsyncIterable):
-        async for part in source:
-            yield part
-        return
-    if hasattr(source, "read"):
-        while data := await asyncio.to_thread(source.read, 1 << 20):
-            yield data
-        return
-    iterator: Iterator[bytes] = iter(source)
-    while (piece := await asyncio.to_thread(_next, iterator)) is not None:
-        yield piece
-
-
-def _next(iterator: Iterator[bytes]) -> bytes | None:
-    return next(iterator, None)
 
 
 async def _put_unless(queue: asyncio.Queue[bytes | Exception], item: bytes | Exception, done: asyncio.Future[list[str]]) -> bool:

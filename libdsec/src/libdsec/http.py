@@ -4,12 +4,13 @@
     response = await transport.request("GET", "/v1/version")
     data = await response.read()
 
-A general HTTP library spends more time on one request than the server does. Here a request is one write, a reply one callback, and an idle connection
-costs one list entry, so that a thousand commands can wait at once. Connections are not limited; each carries one request at a time. Bodies
-stream both ways with bounded memory. A reply that does not come to its end is always an error, never a short result.
+A general HTTP library spends more time on one request than the server does. Here a request is one write, a reply one callback, and an idle
+connection costs one list entry, so that a thousand commands can wait at once. Connections are not limited; each carries one request at a
+time. Bodies stream both ways with bounded memory. A reply that does not come to its end is always an error, never a short result.
 
 Every transport fault is ConnectionFailed. `details["sent"]` is False when the server cannot have seen anything of the request.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -371,8 +372,15 @@ class Transport:
         self.closed = False
 
     async def request(
-        self, method: str, target: str, *, headers: dict[str, str] | None = None, body: Body = None, length: int | None = None,
-        timeout: float | None = None, idle_timeout: float | None = None,
+        self,
+        method: str,
+        target: str,
+        *,
+        headers: dict[str, str] | None = None,
+        body: Body = None,
+        length: int | None = None,
+        timeout: float | None = None,
+        idle_timeout: float | None = None,
     ) -> Response:
         """Send a request and wait for the head of the reply. `timeout`: seconds without a reply, after the body was sent.
 

@@ -1,8 +1,10 @@
 """Layers and environments of a node."""
+
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,14 +12,14 @@ import msgspec
 from libdsec import tars
 from libdsec.api import SEND_MSGPACK, encode, path, query
 from libdsec.errors import BuildFailed, ConnectionFailed, StreamLost, from_body
-from libdsec.files import Source, as_stream
 from libdsec.http import Response
+from libdsec.sources import Source, as_stream
 from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, LayerRequest, Progress
 
 if TYPE_CHECKING:
     from libdsec.api import Api
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[Progress], Awaitable[None] | None]
 LayerInfos = list[LayerInfo]
 EnvironmentInfos = list[EnvironmentInfo]
 
@@ -48,8 +50,17 @@ class Layers:
         return await self._api.call("DELETE", path("layers", ref), LayerInfo)
 
     async def build(
-        self, name: str, *, kind: str = "base", debian: str | None = None, include: Sequence[str] = (), directory: str | None = None,
-        tar: str | None = None, parents: Sequence[str] = (), prefix: str = "/", on_progress: OnProgress | None = None,
+        self,
+        name: str,
+        *,
+        kind: str = "base",
+        debian: str | None = None,
+        include: Sequence[str] = (),
+        directory: str | None = None,
+        tar: str | None = None,
+        parents: Sequence[str] = (),
+        prefix: str = "/",
+        on_progress: OnProgress | None = None,
     ) -> LayerInfo:
         """Build a layer on the node: from a Debian suite with the packages `include`, or from a directory or tar file of the node.
 
@@ -63,18 +74,26 @@ class Layers:
         return await _follow(response, on_progress)
 
     async def upload(
-        self, name: str, source: Source | str | os.PathLike[str], *, kind: str = "workspace", parents: Sequence[str] = (), prefix: str = "/",
-        exclude: Sequence[str] = (), on_progress: OnProgress | None = None,
+        self,
+        name: str,
+        source: Source | str | os.PathLike[str],
+        *,
+        kind: str = "workspace",
+        parents: Sequence[str] = (),
+        prefix: str = "/",
+        exclude: Sequence[str] = (),
+        on_progress: OnProgress | None = None,
     ) -> LayerInfo:
-        """Make a layer of an archive (tar, plain or compressed) of this machine: a file, a directory, an iterable of bytes, or an open file.
+        """Make a layer of an archive (tar, plain or compressed) of this machine: a file, a directory, an iterable of bytes, or an open
+        file.
 
         `exclude`: patterns of names that are left out of a directory.
         """
         if isinstance(source, (str, os.PathLike)):
             local = os.fspath(source)
-            if os.path.isdir(local):
+            if await asyncio.to_thread(os.path.isdir, local):
                 return await self._send(name, tars.pack(local, exclude), kind, parents, prefix, on_progress)
-            with open(local, "rb") as file:
+            with await asyncio.to_thread(open, local, "rb") as file:
                 return await self._send(name, file, kind, parents, prefix, on_progress)
         return await self._send(name, source, kind, parents, prefix, on_progress)
 
@@ -135,7 +154,9 @@ async def _follow(response: Response, on_progress: OnProgress | None) -> LayerIn
         if line.error is not None:
             raise from_body(line.error.code, line.error.message, line.error.details)
         if on_progress is not None:
-            on_progress(line)
+            awaitable = on_progress(line)
+            if awaitable is not None:
+                await awaitable
         if line.result is not None:
             result = msgspec.convert(line.result, LayerInfo)
     if result is None:

@@ -1,4 +1,5 @@
 """The result of a command, and the events of its stream."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,5 @@
 """A sandbox: run commands, move files, hold sessions, end it."""
+
 from __future__ import annotations
 
 import asyncio
@@ -29,8 +30,8 @@ _KEEP = msgspec.UNSET
 class Sandbox:
     """One sandbox. `info` is what was last known of it; `files` is its file system.
 
-    Commands run independently of each other, of the client and of its connection: cancelling a call, or losing the connection, does not end a
-    command. Its `timeout` does (seconds; None: none), with everything that it started.
+    Commands run independently of each other, of the client and of its connection: cancelling a call, or losing the connection, does not end
+    a command. Its `timeout` does (seconds; None: none), with everything that it started.
     """
 
     def __init__(self, api: Api, info: SandboxInfo) -> None:
@@ -51,9 +52,20 @@ class Sandbox:
 
     # commands -------------------------------------------------------------------------------------------------------------------
     async def exec(
-        self, argv: Sequence[str], *, timeout: float | None = None, cwd: str | None = None, env: Mapping[str, str] | None = None,
-        user: str | None = None, stdin: bytes | str | None = None, merge: bool = False, stop_at: Sequence[str] = (),
-        output_bytes: int | None = None, check: bool = False, on_stdout: Callback | None = None, on_stderr: Callback | None = None,
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        merge: bool = False,
+        stop_at: Sequence[str] = (),
+        output_bytes: int | None = None,
+        check: bool = False,
+        on_stdout: Callback | None = None,
+        on_stderr: Callback | None = None,
         id: str | None = None,
     ) -> ExecResult:
         """Run a program, without a shell, to its end.
@@ -63,61 +75,148 @@ class Sandbox:
         them. A command that cannot start raises: BinaryNotFound, NotExecutable, CwdNotFound, UserNotFound, SandboxDamaged and so on.
         """
         spec, late = make_spec(
-            argv, None, id=id, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, merge=merge, stop_at=stop_at, output_bytes=output_bytes
+            argv,
+            None,
+            id=id,
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout=timeout,
+            stdin=stdin,
+            merge=merge,
+            stop_at=stop_at,
+            output_bytes=output_bytes,
         )
         result = await run(self._api, self.id, spec, late, on_stdout, on_stderr)
         return result.raise_for_ending() if check else result
 
     async def run_shell(
-        self, text: str, *, timeout: float | None = None, cwd: str | None = None, env: Mapping[str, str] | None = None,
-        user: str | None = None, stdin: bytes | str | None = None, session: str | None = None, merge: bool = False,
-        stop_at: Sequence[str] = (), output_bytes: int | None = None, check: bool = False, on_stdout: Callback | None = None,
-        on_stderr: Callback | None = None, id: str | None = None,
+        self,
+        text: str,
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        session: str | None = None,
+        merge: bool = False,
+        stop_at: Sequence[str] = (),
+        output_bytes: int | None = None,
+        check: bool = False,
+        on_stdout: Callback | None = None,
+        on_stderr: Callback | None = None,
+        id: str | None = None,
     ) -> ExecResult:
         """As `exec`, with a shell: bash, or sh where there is no bash; not a login shell. `session`: in this named session."""
         spec, late = make_spec(
-            None, text, session=session, id=id, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, merge=merge, stop_at=stop_at,
+            None,
+            text,
+            session=session,
+            id=id,
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout=timeout,
+            stdin=stdin,
+            merge=merge,
+            stop_at=stop_at,
             output_bytes=output_bytes,
-        )  # fmt: skip
+        )
         result = await run(self._api, self.id, spec, late, on_stdout, on_stderr)
         return result.raise_for_ending() if check else result
 
     def stream(
-        self, argv: Sequence[str] | None = None, *, shell: str | None = None, timeout: float | None = None, cwd: str | None = None,
-        env: Mapping[str, str] | None = None, user: str | None = None, stdin: bytes | str | None = None, session: str | None = None,
-        open_stdin: bool = False, merge: bool = False, stop_at: Sequence[str] = (), output_bytes: int | None = None, id: str | None = None,
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        shell: str | None = None,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        session: str | None = None,
+        open_stdin: bool = False,
+        merge: bool = False,
+        stop_at: Sequence[str] = (),
+        output_bytes: int | None = None,
+        id: str | None = None,
         reattach: bool = True,
     ) -> CommandStream:
         """Run a program, or `shell` text, and iterate over its events: Stdout, Stderr, Gap, at last Exit.
 
-        Nothing is dropped while the stream is read: a slow reader slows the command, as with any pipe. After a lost connection it attaches again
-        from where it was (`reattach=False`: StreamLost); what ran over the log's bound meanwhile shows as Gap. Input over 512 KiB goes through
-        `open_stdin=True` and `Command.write_stdin`.
+        Nothing is dropped while the stream is read: a slow reader slows the command, as with any pipe. After a lost connection it attaches
+        again from where it was (`reattach=False`: StreamLost); what ran over the log's bound meanwhile shows as Gap. Input over 512 KiB
+        goes through `open_stdin=True` and `Command.write_stdin`.
         """
         spec, late = make_spec(
-            argv, shell, session=session, id=id, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, open_stdin=open_stdin, merge=merge,
-            stop_at=stop_at, output_bytes=output_bytes,
-        )  # fmt: skip
+            argv,
+            shell,
+            session=session,
+            id=id,
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout=timeout,
+            stdin=stdin,
+            open_stdin=open_stdin,
+            merge=merge,
+            stop_at=stop_at,
+            output_bytes=output_bytes,
+        )
         if late is not None:
             raise InvalidRequest("stdin of a stream is at most 512 KiB; use open_stdin=True and Command.write_stdin", field="stdin")
         assert spec.id is not None
         return CommandStream(self._api, self.id, spec.id, spec=spec, reattach=reattach)
 
     async def start(
-        self, argv: Sequence[str] | None = None, *, shell: str | None = None, timeout: float | None = None, cwd: str | None = None,
-        env: Mapping[str, str] | None = None, user: str | None = None, stdin: bytes | str | None = None, session: str | None = None,
-        open_stdin: bool = False, merge: bool = False, stop_at: Sequence[str] = (), output_bytes: int | None = None, id: str | None = None,
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        shell: str | None = None,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        session: str | None = None,
+        open_stdin: bool = False,
+        merge: bool = False,
+        stop_at: Sequence[str] = (),
+        output_bytes: int | None = None,
+        id: str | None = None,
     ) -> Command:
         """Start a program, or `shell` text, in the background. It is running (or has ended) when this returns."""
         spec, late = make_spec(
-            argv, shell, session=session, id=id, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, open_stdin=open_stdin, merge=merge,
-            stop_at=stop_at, output_bytes=output_bytes,
-        )  # fmt: skip
+            argv,
+            shell,
+            session=session,
+            id=id,
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout=timeout,
+            stdin=stdin,
+            open_stdin=open_stdin,
+            merge=merge,
+            stop_at=stop_at,
+            output_bytes=output_bytes,
+        )
         return await start(self._api, self.id, spec, late)
 
     async def pty(
-        self, argv: Sequence[str] | None = None, *, shell: str | None = None, rows: int = 24, cols: int = 80, timeout: float | None = None,
-        cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None, id: str | None = None,
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        shell: str | None = None,
+        rows: int = 24,
+        cols: int = 80,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        id: str | None = None,
     ) -> Command:
         """Start a program on a terminal of its own. Everything it writes is stdout; write_stdin types, resize resizes."""
         spec, _ = make_spec(
@@ -139,7 +238,8 @@ class Sandbox:
     async def session(
         self, name: str | None = None, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None
     ) -> Session:
-        """Open a shell session, whose variables, functions and directory persist between its commands; or take up the open one of this name.
+        """Open a shell session, whose variables, functions and directory persist between its commands; or take up the open one of this
+        name.
 
         SessionExists when it is open and `cwd`, `env` or `user` are given, which would then be ignored.
         """
@@ -166,7 +266,7 @@ class Sandbox:
         return await self._api.call("GET", f"{self._path}/usage", Usage)
 
     async def set_lifetime(
-        self, *, max_lifetime: float | None | msgspec.UnsetType = _KEEP, idle_timeout: float | None | msgspec.UnsetType = _KEEP
+        self, *, max_lifetime: float | msgspec.UnsetType | None = _KEEP, idle_timeout: float | msgspec.UnsetType | None = _KEEP
     ) -> SandboxInfo:
         """Change its lifetimes: seconds from now, None for never. What is not given stays."""
         body = LeaseRequest(max_lifetime=max_lifetime, idle_timeout=idle_timeout)
@@ -204,8 +304,16 @@ class Session:
         await self.close()
 
     async def run(
-        self, text: str, *, timeout: float | None = None, stop_at: Sequence[str] = (), output_bytes: int | None = None, check: bool = False,
-        on_stdout: Callback | None = None, on_stderr: Callback | None = None, id: str | None = None,
+        self,
+        text: str,
+        *,
+        timeout: float | None = None,
+        stop_at: Sequence[str] = (),
+        output_bytes: int | None = None,
+        check: bool = False,
+        on_stdout: Callback | None = None,
+        on_stderr: Callback | None = None,
+        id: str | None = None,
     ) -> ExecResult:
         """Run shell text in the session, after the commands that this object ran before it. `timeout` counts from its own start.
 
@@ -217,9 +325,16 @@ class Session:
             while True:
                 try:
                     return await self._sandbox.run_shell(
-                        text, session=self.name, timeout=timeout, stop_at=stop_at, output_bytes=output_bytes, check=check, on_stdout=on_stdout,
-                        on_stderr=on_stderr, id=id,
-                    )  # fmt: skip
+                        text,
+                        session=self.name,
+                        timeout=timeout,
+                        stop_at=stop_at,
+                        output_bytes=output_bytes,
+                        check=check,
+                        on_stdout=on_stdout,
+                        on_stderr=on_stderr,
+                        id=id,
+                    )
                 except SessionBusy:
                     if give_up is not None and time.monotonic() > give_up:
                         raise

@@ -1,9 +1,10 @@
 """Command streams: frames to events, and attaching again where a stream broke off.
 
-A stream ends with an `Exit` event or with an exception, never otherwise. When the connection breaks, the stream attaches to the same command again, at
-the offsets that it has reached, up to `TRIES` times without progress; the command itself is never run twice. `reattach=False` raises StreamLost
-at once.
+A stream ends with an `Exit` event or with an exception, never otherwise. When the connection breaks, the stream attaches to the same
+command again, at the offsets that it has reached, up to `TRIES` times without progress; the command itself is never run twice.
+`reattach=False` raises StreamLost at once.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -18,7 +19,16 @@ from libdsec.errors import ConnectionFailed, DSecError, StreamLost, Unavailable,
 from libdsec.http import Response
 from libdsec.result import Event, ExecResult, Exit, Gap, Stderr, Stdout
 from libdsec.wire import (
-    FRAME_EVENT, FRAME_HEADER, FRAME_KEEPALIVE, FRAME_STDERR, FRAME_STDOUT, MSGPACK_TYPE, STREAM_KEEPALIVE, STREAM_TYPE, ExecSpec, StreamEvent,
+    FRAME_EVENT,
+    FRAME_HEADER,
+    FRAME_KEEPALIVE,
+    FRAME_STDERR,
+    FRAME_STDOUT,
+    MSGPACK_TYPE,
+    STREAM_KEEPALIVE,
+    STREAM_TYPE,
+    ExecSpec,
+    StreamEvent,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -75,8 +85,16 @@ class CommandStream:
     """
 
     def __init__(
-        self, api: Api, sandbox_id: str, command_id: str, *, spec: ExecSpec | None = None, stdout_offset: int = 0, stderr_offset: int = 0,
-        follow: bool = True, reattach: bool = True,
+        self,
+        api: Api,
+        sandbox_id: str,
+        command_id: str,
+        *,
+        spec: ExecSpec | None = None,
+        stdout_offset: int = 0,
+        stderr_offset: int = 0,
+        follow: bool = True,
+        reattach: bool = True,
     ) -> None:
         self._api = api
         self.sandbox_id = sandbox_id
@@ -218,5 +236,3 @@ class TextFeed:
             awaitable = self._callback(text)
             if awaitable is not None:
                 await awaitable
-
-

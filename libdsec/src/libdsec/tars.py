@@ -1,9 +1,10 @@
 """Directories as tar streams: packing one of this machine, and unpacking one that a sandbox sent, which is not to be trusted.
 
-Both work in small steps with bounded memory. Packing keeps permission bits, times, symbolic and hard links; owners are left to the receiver.
-Unpacking creates files, directories, symbolic and hard links below one directory and nothing else: no path may leave it, no symbolic link is
-followed on the way, set-id bits and owners are dropped, devices and sockets are refused.
+Both work in small steps with bounded memory. Packing keeps permission bits, times, symbolic and hard links; owners are left to the
+receiver. Unpacking creates files, directories, symbolic and hard links below one directory and nothing else: no path may leave it, no
+symbolic link is followed on the way, set-id bits and owners are dropped, devices and sockets are refused.
 """
+
 from __future__ import annotations
 
 import fnmatch
@@ -19,10 +20,12 @@ from libdsec.errors import DSecError, InvalidRequest
 CHUNK = 512 << 10
 _BLOCK = 512
 Links = Literal["error", "skip", "keep"]
+Names = list[str]
 
 
 def pack(directory: str, exclude: Sequence[str] = ()) -> Iterator[bytes]:
-    """The content of `directory` as a tar archive, in parts of about CHUNK bytes. `exclude`: patterns on the relative path or on the name."""
+    """The content of `directory` as a tar archive, in parts of about CHUNK bytes. `exclude`: patterns on the relative path or on the
+    name."""
     pending = bytearray()
     seen: dict[tuple[int, int], str] = {}
     for relative, full in _walk(directory, exclude):
@@ -85,7 +88,8 @@ def _raise(error: OSError) -> None:
 def unpack(source: IO[bytes], directory: str, links: Links = "error", max_bytes: int | None = None) -> list[str]:
     """Unpack an archive below `directory` (made if it is not there). Gives the names that were left out.
 
-    `links` says what becomes of symbolic links that leave the directory. InvalidRequest names an entry that is refused; what came before it stays.
+    `links` says what becomes of symbolic links that leave the directory. InvalidRequest names an entry that is refused; what came before it
+    stays.
     """
     os.makedirs(directory, exist_ok=True)
     root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -198,7 +202,8 @@ def _one(archive: tarfile.TarFile, member: tarfile.TarInfo, root: int, parent: i
 
 
 def _leaves(directory: list[str], target: str) -> bool:
-    """Whether a link in `directory` to `target` may leave the root. `..` counts only at the front: behind a name, that name may be a link."""
+    """Whether a link in `directory` to `target` may leave the root. `..` counts only at the front: behind a name, that name may be a
+    link."""
     if target.startswith("/"):
         return True
     parts = [part for part in target.split("/") if part not in ("", ".")]

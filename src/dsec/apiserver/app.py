@@ -1,4 +1,5 @@
 """The ASGI application: one function from a request to its handler, on raw ASGI, because every layer between costs each call."""
+
 from __future__ import annotations
 
 import asyncio
@@ -57,7 +58,9 @@ class App:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id")
-        identity = f"{self._prefix}-{next(self._numbers):x}" if given is None else _request_id(given) or f"{self._prefix}-{next(self._numbers):x}"
+        identity = (
+            f"{self._prefix}-{next(self._numbers):x}" if given is None else _request_id(given) or f"{self._prefix}-{next(self._numbers):x}"
+        )
         request = Request(scope, receive, send, headers, identity)
         log_request.set(identity)  # each request is a task of its own
         task = asyncio.current_task()

@@ -2,6 +2,7 @@
 
 A command belongs to its sandbox, not to a connection: whatever happens to the client, it runs on.
 """
+
 from __future__ import annotations
 
 import asyncio

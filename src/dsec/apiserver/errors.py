@@ -1,4 +1,5 @@
 """Errors as replies."""
+
 from __future__ import annotations
 
 import math

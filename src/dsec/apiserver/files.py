@@ -1,4 +1,5 @@
 """Handlers of files and archives. Content passes through in parts, never as a whole."""
+
 from __future__ import annotations
 
 from dsec.apiserver.app import Parts

@@ -1,4 +1,5 @@
 """Handlers of layers and environments."""
+
 from __future__ import annotations
 
 from dsec.apiserver.app import Parts
@@ -30,7 +31,11 @@ async def build(parts: Parts, request: Request) -> None:
 
 async def upload(parts: Parts, request: Request) -> None:
     lines = parts.images.import_tar(
-        request.need("name"), request.text("kind") or "base", request.chunks(), parents=request.texts("parent"), prefix=request.text("prefix") or "/"
+        request.need("name"),
+        request.text("kind") or "base",
+        request.chunks(),
+        parents=request.texts("parent"),
+        prefix=request.text("prefix") or "/",
     )
     await send_progress(request, lines, uploading=True)
 

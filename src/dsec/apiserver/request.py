@@ -1,4 +1,5 @@
 """One request: its parameters, its body within bounds, its reply in the form that the client asked for."""
+
 from __future__ import annotations
 
 import asyncio
@@ -33,7 +34,22 @@ class ClientGone(Exception):
 class Request:
     """What a handler gets. `path`: the decoded parts of the route's `{name}`s."""
 
-    __slots__ = ("_gone", "_headers", "_params", "_receive", "_scope", "_timer", "_watcher", "body", "body_read", "id", "path", "send", "started", "task")
+    __slots__ = (
+        "_gone",
+        "_headers",
+        "_params",
+        "_receive",
+        "_scope",
+        "_timer",
+        "_watcher",
+        "body",
+        "body_read",
+        "id",
+        "path",
+        "send",
+        "started",
+        "task",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], request_id: str) -> None:
         self._scope = scope
@@ -63,7 +79,9 @@ class Request:
         found: dict[str, list[str]] = {}
         if text:
             try:
-                pairs = parse_qsl(text.decode("ascii"), keep_blank_values=True, strict_parsing=True, errors="surrogateescape", max_num_fields=_PARAMS_MAX)
+                pairs = parse_qsl(
+                    text.decode("ascii"), keep_blank_values=True, strict_parsing=True, errors="surrogateescape", max_num_fields=_PARAMS_MAX
+                )
             except ValueError as error:
                 raise InvalidRequest(f"the query cannot be understood: {error}", field="query") from error
             for name, value in pairs:
@@ -192,7 +210,12 @@ class Request:
     async def respond(self, data: bytes, content_type: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         """Answer with bytes."""
         self.started = True
-        head = [(b"content-type", content_type), (b"content-length", b"%d" % len(data)), (b"x-request-id", self.id.encode("ascii")), *headers]
+        head = [
+            (b"content-type", content_type),
+            (b"content-length", b"%d" % len(data)),
+            (b"x-request-id", self.id.encode("ascii")),
+            *headers,
+        ]
         await self.send({"type": "http.response.start", "status": status, "headers": head})
         await self.send({"type": "http.response.body", "body": data})
 

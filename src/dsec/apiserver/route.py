@@ -1,4 +1,5 @@
 """The form of a route, and finding the one that a request means."""
+
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,5 @@
 """Handlers of sandboxes and of the node."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
 """Serves the application: uvicorn's HTTP/1.1 protocol on sockets that the caller opened, with bounds and errors of our own."""
+
 from __future__ import annotations
 
 import asyncio
@@ -82,9 +83,19 @@ class Server:
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
         self._config = Config(
-            app, loop="none", http=_Protocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False, proxy_headers=False,
-            server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE,
-        )  # fmt: skip
+            app,
+            loop="none",
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+        )
         self._config.load()
 
     def _protocol(self) -> _Protocol:
@@ -106,9 +117,7 @@ class Server:
         await self._app.drain()
         for connection in list(self._state.connections):
             connection.shutdown()
-        deadline = asyncio.get_running_loop().time() + 2
-        while self._state.connections and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # what was just answered goes out
         for connection in list(self._state.connections):
             connection.transport.abort()
         for server in self._servers:

@@ -1,4 +1,6 @@
-"""Bodies that go out over time: command streams in frames, files as they are, progress in lines. Each waits for a client that does not read."""
+"""Bodies that go out over time: command streams in frames, files as they are, progress in lines. Each waits for a client that does not
+read."""
+
 from __future__ import annotations
 
 import asyncio
