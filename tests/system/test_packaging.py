@@ -1,86 +1,153 @@
-"""Both wheels, installed into clean environments: what they hold, what they need, and that the installed programs run."""
+"""The wheels as a user gets them: built, installed into a clean environment, and run from there, away from the checkout."""
 from __future__ import annotations
 
+import email
 import json
 import os
-import stat
+import re
 import subprocess
 import sys
-import venv
 import zipfile
-from email.parser import Parser
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.harness import ROOT
+from tests.harness import _free_port, _seed
 
-pytestmark = pytest.mark.root  # the doctor looks at the real machine
+from dsec.edge import wire
 
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("dist")
-    for project in ("libdsec", "."):
-        build = [sys.executable, "-m", "build", "-q", "--wheel", "--no-isolation", "--outdir", str(out), project]
-        subprocess.run(build, cwd=ROOT, check=True, timeout=300)
-    return {path.name.split("-")[0]: path for path in out.glob("*.whl")}
+ROOT = Path(__file__).resolve().parents[2]
+CLIENT_NEEDS = {"httpx", "msgspec"}
 
 
-def environment(home: Path, *packages: Path) -> Path:
-    """A new virtual environment with the wheels and what they depend on, and nothing else."""
-    venv.create(home, with_pip=False, symlinks=True)
-    install = [sys.executable, "-m", "pip", "--python", str(home), "install", "-q", "--disable-pip-version-check", *map(str, packages)]
-    subprocess.run(install, check=True, timeout=600, env=clean())
-    return home / "bin"
+@dataclass(frozen=True)
+class Wheels:
+    client: Path
+    node: Path
 
 
-def clean() -> dict[str, str]:
-    """Our environment without what points at this checkout or at a node."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("DSEC_") and k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without what could lead a program back to the checkout or to another node."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("DSEC_", "PYTHON", "VIRTUAL_ENV"))}
+    return {**own, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", **more}
 
 
-def installed(bin: Path) -> set[str]:
-    code = "import importlib.metadata as m; print(*{d.metadata['Name'].lower() for d in m.distributions()})"
-    done = subprocess.run([bin / "python", "-c", code], check=True, capture_output=True, text=True, env=clean(), cwd="/")
-    return set(done.stdout.split())
+def run(*command: str | Path, cwd: Path, status: int | None = 0, env: dict[str, str] | None = None) -> str:
+    """Standard output of a program that must end with this status (None: with any)."""
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=env or environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert status is None or done.returncode == status, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
-def test_the_client_needs_little(wheels: dict[str, Path], tmp_path: Path) -> None:
-    assert wheels["libdsec"].name.endswith("-py3-none-any.whl")
-    bin = environment(tmp_path / "venv", wheels["libdsec"])
-    assert installed(bin) == {"libdsec", "msgspec"}
-    code = "import libdsec, libdsec.sync; from libdsec import DSecClient, SyncDSecClient, DSecContainerRunArgs; print(libdsec.__version__)"
-    done = subprocess.run([bin / "python", "-c", code], check=True, capture_output=True, text=True, env=clean(), cwd="/")
-    assert done.stdout.strip() == wheels["libdsec"].name.split("-")[1]
+def needs(wheel: Path) -> set[str]:
+    """Names of the packages that installing the wheel brings along, by its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    return {re.split(r"[^A-Za-z0-9._-]", line)[0].lower() for line in required}
 
 
-def test_the_node_wheel_holds_the_supervisor_and_the_licence(wheels: dict[str, Path]) -> None:
-    assert "-py3-none-linux_" in wheels["dsec"].name
-    with zipfile.ZipFile(wheels["dsec"]) as archive:
-        names = archive.namelist()
-        metadata = Parser().parsestr(archive.read(next(n for n in names if n.endswith("/METADATA"))).decode())
-        supervisor = archive.getinfo("dsec/_native/aether")
-    assert stat.S_IMODE(supervisor.external_attr >> 16) & 0o111
-    assert {n.rpartition("/")[2] for n in names if "/licenses/" in n} == {"LICENSE", "THIRD_PARTY_NOTICES.md"}
-    assert metadata["License-Expression"] == "Apache-2.0"
-    strays = [n for n in names if not n.startswith(("dsec/", "dsec-")) or n.endswith((".c", ".h", ".pyc"))]
-    assert strays == []
+def venv(directory: Path, *wheels: Path) -> Path:
+    """A clean virtual environment with these wheels; its directory of programs."""
+    run(sys.executable, "-m", "venv", directory, cwd=directory.parent)
+    run(directory / "bin" / "python", "-m", "pip", "install", "-q", *wheels, cwd=directory.parent)
+    return directory / "bin"
 
 
-def test_both_install_and_run(wheels: dict[str, Path], tmp_path: Path) -> None:
-    bin = environment(tmp_path / "venv", wheels["libdsec"], wheels["dsec"])
-    assert not {"pytest", "mypy", "ruff", "hypothesis"} & installed(bin)
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+    out = tmp_path_factory.mktemp("wheels")
+    for source in (ROOT / "libdsec", ROOT):
+        run(sys.executable, "-m", "build", "-q", "--wheel", "--no-isolation", "--outdir", out, source, cwd=out)
+    (client,), (node,) = out.glob("libdsec-*.whl"), out.glob("dsec-*.whl")
+    return Wheels(client, node)
 
-    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-        env = clean() | {"DSEC_STATE": str(tmp_path / "state")}
-        return subprocess.run(command, capture_output=True, text=True, env=env, cwd="/", timeout=120, check=False)
 
-    done = run(bin / "dsec", "doctor", "--json")
-    checks = json.loads(done.stdout)
-    assert checks and all({"name", "ok"} <= set(check) for check in checks), done.stderr
-    assert run(bin / "dsec", "--version").stdout.strip() == f"dsec {wheels['dsec'].name.split('-')[1]}"
-    where = run(bin / "python", "-c", "from dsec.edge.config import find_aether; print(find_aether())").stdout.strip()
-    assert where.startswith(str(tmp_path)) and where.endswith("dsec/_native/aether")
-    asked = run(where)
-    assert asked.returncode == 2 and "usage" in asked.stderr.lower()
-    assert not (tmp_path / "state").exists(), "looking does not install"
+@pytest.fixture(scope="session")
+def installed(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return venv(tmp_path_factory.mktemp("installed") / "venv", wheels.client, wheels.node)
+
+
+def test_content(wheels: Wheels) -> None:
+    machine = os.uname().machine
+    assert wheels.client.name.endswith("-py3-none-any.whl") and wheels.node.name.endswith(f"-py3-none-linux_{machine}.whl")
+    with zipfile.ZipFile(wheels.client) as client, zipfile.ZipFile(wheels.node) as node:
+        names, ours = set(node.namelist()), set(client.namelist())
+        assert node.getinfo("dsec/_native/aether").external_attr >> 16 & 0o111
+        assert all(name.startswith(("dsec/", "dsec-")) for name in names)
+        assert all(name.startswith(("libdsec/", "libdsec-")) for name in ours)
+        assert {"LICENSE", "THIRD_PARTY_NOTICES.md"} <= {Path(name).name for name in names}
+        assert "LICENSE" in {Path(name).name for name in ours}
+        # every module of the checkout, and nothing that was not meant: no bytecode, no tests
+        for root, archive in ((ROOT / "src", names), (ROOT / "libdsec" / "src", ours)):
+            modules = {str(path.relative_to(root)) for path in root.rglob("*.py")}
+            assert modules == {name for name in archive if name.endswith(".py")}
+        assert not [name for name in names | ours if name.endswith((".pyc", ".o", ".so"))]
+
+
+def test_client_needs_little(wheels: Wheels) -> None:
+    assert needs(wheels.client) <= CLIENT_NEEDS
+    assert "libdsec" in needs(wheels.node)
+
+
+def test_client_alone(wheels: Wheels, tmp_path: Path) -> None:
+    bin_ = venv(tmp_path / "venv", wheels.client)
+    code = "import libdsec, libdsec.sync; libdsec.SyncDSecClient; print(libdsec.__version__, libdsec.__file__)"
+    version, where = run(bin_ / "python", "-c", code, cwd=tmp_path).split()
+    assert version == wheels.client.name.split("-")[1] and Path(where).is_relative_to(tmp_path)
+    listed = {entry["name"].lower() for entry in json.loads(run(bin_ / "python", "-m", "pip", "list", "--format", "json", cwd=tmp_path))}
+    assert "dsec" not in listed and len(listed - {"pip", "setuptools", "wheel"}) <= 12  # two packages and what these need
+    # without a node: a typed error, at once
+    ask = "import libdsec\ntry: libdsec.SyncDSecClient().open()\nexcept libdsec.DSecError as error: print(error.code)"
+    env = environment(DSEC_URL=f"http://127.0.0.1:{_free_port()}", DSEC_API_KEY="none")
+    assert run(bin_ / "python", "-c", ask, cwd=tmp_path, env=env) == "connection_failed\n"
+
+
+def test_programs(wheels: Wheels, installed: Path, tmp_path: Path) -> None:
+    assert run(installed / "dsec", "--version", cwd=tmp_path) == f"dsec {wheels.node.name.split('-')[1]}\n"
+    assert "uninstall" in run(installed / "dsec", "--help", cwd=tmp_path)
+    run(installed / "python", "-m", "pip", "check", cwd=tmp_path)
+    # `dsec bench` needs a checkout and says so
+    run(installed / "dsec", "bench", "create", cwd=tmp_path, status=2)
+
+
+def test_doctor(installed: Path, tmp_path: Path) -> None:
+    checks = json.loads(run(installed / "dsec", "doctor", "--json", cwd=tmp_path, status=None))
+    assert {"name", "ok", "level", "detail", "fix"} == set(checks[0]) and {"kernel", "python"} <= {check["name"] for check in checks}
+    fatal = [check for check in checks if not check["ok"] and check["level"] == "fatal"]
+    run(installed / "dsec", "doctor", cwd=tmp_path, status=1 if fatal else 0)
+
+
+def test_supervisor(installed: Path, tmp_path: Path) -> None:
+    """The packaged binary is found, static and runs."""
+    find = "from dsec.edge.config import find_aether; print(find_aether())"
+    aether = Path(run(installed / "python", "-c", find, cwd=tmp_path).strip())
+    assert aether.is_relative_to(installed.parent) and aether.parts[-2:] == ("_native", "aether")
+    assert run(aether, "version", cwd=tmp_path) == f"wire {wire.WIRE_MAJOR}.{wire.WIRE_MINOR}\n"
+    assert b"ld-linux" not in aether.read_bytes()[:4096]  # no interpreter: it does not depend on this machine's libraries
+
+
+@pytest.mark.root
+def test_node_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """Installed, started, used, uninstalled: nothing is left."""
+    state, run_dir = tmp_path / "state", tmp_path / "run"
+    state.mkdir()
+    _seed(state)
+    port = str(_free_port())
+    env = environment(
+        DSEC_STATE=str(state), DSEC_RUN=str(run_dir), DSEC_LISTEN=f"127.0.0.1:{port}", DSEC_URL=f"http://127.0.0.1:{port}",
+        DSEC_NODE_MEDIUM_SIZE_MB="1024", DSEC_NODE_MEMORY_RESERVE_MB="512",
+    )  # fmt: skip
+    dsec = installed / "dsec"
+    try:
+        run(dsec, "up", "-d", cwd=tmp_path, env=env)
+        assert run(dsec, "run", "busybox", "--", "echo", "from the wheel", cwd=tmp_path, env=env) == "from the wheel\n"
+        kept = run(dsec, "run", "-d", "busybox", cwd=tmp_path, env=env).strip()
+        assert run(dsec, "ps", "-q", cwd=tmp_path, env=env).split() == [kept]
+    finally:
+        run(dsec, "uninstall", "--yes", cwd=tmp_path, env=env)
+    assert not state.exists() and not run_dir.exists()
