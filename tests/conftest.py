@@ -3,7 +3,7 @@
 Fixtures (session-wide unless said otherwise):
     node            the real node of the run (tests.harness.Node): `.url`, `.key`, `.pid`, `.client_env()`; started when first asked for
     client          per test: an opened libdsec.DSecClient of that node
-    sync_client     per test: the same, synchronous
+    sync_client     per test: the same, libdsec.SyncDSecClient
     python_image    name of a Debian environment with python3, git and procps;  git_image is the same
     busybox_image   name of the smallest one (a static busybox)
     app_image       name of an environment with ENV, USER app and WORKDIR /srv of its own
@@ -32,9 +32,8 @@ import pytest
 from tests.leaks import Leaks
 
 if TYPE_CHECKING:
-    from libdsec.sync import DSecClient as SyncClient
 
-    from libdsec import DSecClient
+    from libdsec import DSecClient, SyncDSecClient
     from tests.harness import Node
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,10 +119,10 @@ async def client(node: Node) -> AsyncIterator[DSecClient]:
 
 
 @pytest.fixture
-def sync_client(node: Node) -> Iterator[SyncClient]:
-    from libdsec.sync import DSecClient
+def sync_client(node: Node) -> Iterator[SyncDSecClient]:
+    from libdsec import SyncDSecClient
 
-    with DSecClient(node.url, api_key=node.key) as client:
+    with SyncDSecClient(node.url, api_key=node.key) as client:
         yield client
 
 
@@ -172,7 +171,7 @@ def git_image(python_image: str) -> str:
 
 @pytest.fixture(scope="session")
 def app_image(node: Node, python_image: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    from libdsec.sync import DSecClient
+    from libdsec import SyncDSecClient
 
     tree = tmp_path_factory.mktemp("app")
     for path in ("srv", "home/app", "opt/x/bin", "etc"):
@@ -182,7 +181,7 @@ def app_image(node: Node, python_image: str, tmp_path_factory: pytest.TempPathFa
     (tree / "etc/passwd").write_text("".join(f"{user}:/bin/bash\n" for user in users))
     (tree / "etc/group").write_text("root:x:0:\napp:x:1000:\nnogroup:x:65534:\n")
     path = "/opt/x/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    with DSecClient(node.url, api_key=node.key) as client:
+    with SyncDSecClient(node.url, api_key=node.key) as client:
         client.layers.build("app-files", kind="workspace", directory=str(tree))
         client.environments.create("app", [python_image, "app-files"], env={"PATH": path, "FOO": "bar"}, user="app", workdir="/srv")
     return "app"

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import httpx
+
 from libdsec import DSecClient
 
 ROOT = Path(__file__).resolve().parents[1]

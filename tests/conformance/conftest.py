@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 
 MakeBox = Callable[..., Awaitable[Sandbox]]

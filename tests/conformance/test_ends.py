@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+
 from libdsec import Cause, DSecClient, Ending, Sandbox, State, SyncDSecClient, errors
 
 from .conftest import MakeBox

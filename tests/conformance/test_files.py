@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from libdsec import DSecClient, Sandbox, errors
 
 from .conftest import MakeBox

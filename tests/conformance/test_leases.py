@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+
 from libdsec import Cause, DSecClient, DSecContainerRunArgs, Ending, State, errors
 
 from .conftest import MakeBox

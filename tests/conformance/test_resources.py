@@ -6,6 +6,7 @@ import statistics
 import time
 
 import pytest
+
 from libdsec import DSecClient, Ending, Sandbox, errors
 
 from .conftest import MakeBox

@@ -6,6 +6,7 @@ import time
 
 import psutil
 import pytest
+
 from libdsec import DSecClient, Ending, Sandbox, errors
 
 from .conftest import MakeBox

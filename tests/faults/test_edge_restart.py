@@ -8,9 +8,9 @@ import signal
 import time
 
 import pytest
-from libdsec import Cause, DSecClient, DSecContainerRunArgs, Ending, State, errors
-
 from tests.harness import Node, cgroups_of, sandbox_processes, supervisor_pid
+
+from libdsec import Cause, DSecContainerRunArgs, Ending, State, errors
 
 COUNT = "for i in $(seq 60); do echo $i; sleep 0.05; done; exit 7"
 

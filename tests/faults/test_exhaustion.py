@@ -5,9 +5,9 @@ import asyncio
 
 import httpx
 import pytest
-from libdsec import DSecClient, DSecContainerRunArgs, errors
-
 from tests.harness import Node
+
+from libdsec import DSecClient, DSecContainerRunArgs, errors
 
 
 def args(image: str, **more: object) -> DSecContainerRunArgs:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.harness import ROOT, Node
 
 Dsec = Callable[..., "subprocess.CompletedProcess[str]"]
