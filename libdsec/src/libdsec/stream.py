@@ -44,38 +44,43 @@ _event = msgspec.json.Decoder(StreamEvent).decode
 class Frames:
     """Reads frames of STREAM_TYPE from a reply. Output is passed on as it arrives, without waiting for whole frames."""
 
-    __slots__ = ("_data", "_kind", "_left", "response")
+    __slots__ = ("_at", "_data", "_kind", "_left", "response")
 
     def __init__(self, response: Response) -> None:
         self.response = response
         self._data = b""
+        self._at = 0  # what lies before is read
         self._kind = 0
         self._left = 0
 
     async def next(self) -> tuple[int, bytes] | None:
         """Kind and bytes; None at the end of the body."""
         while True:
-            if self._left and self._data:  # inside a frame of output
-                part, self._data = self._data[: self._left], self._data[self._left :]
-                self._left -= len(part)
+            have = len(self._data) - self._at
+            if self._left and have:  # inside a frame of output
+                end = self._at + min(self._left, have)
+                part = self._data if not self._at and end == len(self._data) else self._data[self._at : end]
+                self._left -= end - self._at
+                self._at = end
                 return self._kind, part
-            if not self._left and len(self._data) >= FRAME_HEADER.size:
-                kind, size = FRAME_HEADER.unpack_from(self._data)
+            if not self._left and have >= FRAME_HEADER.size:
+                kind, size = FRAME_HEADER.unpack_from(self._data, self._at)
+                begin = self._at + FRAME_HEADER.size
                 if kind in (FRAME_STDOUT, FRAME_STDERR):
-                    self._data, self._kind, self._left = self._data[FRAME_HEADER.size :], kind, size
+                    self._at, self._kind, self._left = begin, kind, size
                     continue
                 if size > _EVENT_MAX:
                     raise ConnectionFailed(f"the stream is malformed: a frame of kind {kind} with {size} bytes", sent=True)
-                end = FRAME_HEADER.size + size
-                if len(self._data) >= end:
-                    body, self._data = self._data[FRAME_HEADER.size : end], self._data[end:]
-                    return kind, body
+                if have >= FRAME_HEADER.size + size:
+                    self._at = begin + size
+                    return kind, self._data[begin : self._at]
             data = await self.response.chunk()
             if not data:
-                if self._data or self._left:
+                if have or self._left:
                     raise ConnectionFailed("the stream ended inside a frame", sent=True)
                 return None
-            self._data = self._data + data if self._data else data
+            self._data = self._data[self._at :] + data if have else data
+            self._at = 0
 
 
 class CommandStream:

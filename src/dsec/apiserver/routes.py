@@ -68,12 +68,13 @@ ROUTES: tuple[Route, ...] = (
     Route("DELETE", _C, commands.kill, "Kill a command and all that it started; no error when it has ended"),
     Route("GET", _C + "/wait", commands.wait, "The result, when there is one", reply=ExecResult,
           params=(Param("timeout", "at most so many seconds, then 202; without it there is no limit", kind="number"),), also=_RUNNING),
-    Route("GET", _C + "/stream", commands.stream, "Output from these offsets, then what comes, then the end. Never slows the command: what is no "
-          "longer kept shows as a gap", reply=STREAM_TYPE,
-          params=(Param("stdout_offset", "first byte of stdout", kind="integer"), Param("stderr_offset", "first byte of stderr",
-                  kind="integer"),
+    Route("GET", _C + "/stream", commands.stream, "Output from these offsets, then what comes, then the end. Never slows the "
+          "command: what is no longer kept shows as a gap", reply=STREAM_TYPE,
+          params=(Param("stdout_offset", "first byte of stdout", kind="integer"),
+                  Param("stderr_offset", "first byte of stderr", kind="integer"),
                   Param("follow", "0: only what there is", kind="boolean"))),
-    Route("GET", _C + "/log", commands.log, "Kept bytes of one stream; X-Dsec-Offset is where they begin, X-Dsec-Next where to go on", reply=OCTETS,
+    Route("GET", _C + "/log", commands.log, "Kept bytes of one stream; X-Dsec-Offset is where they begin, X-Dsec-Next where to go on",
+          reply=OCTETS,
           params=(Param("stream", "stdout or stderr"), Param("offset", "first byte", kind="integer"),
                   Param("limit", "at most so many bytes", kind="integer"))),
     Route("POST", _C + "/stdin", commands.stdin, "Write the body to its stdin; the body is read at the pace of the command", body=OCTETS,

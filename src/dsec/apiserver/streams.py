@@ -35,9 +35,11 @@ class _Pulse:
         self._sending = False
         request.watch(STREAM_KEEPALIVE / 2, self._idle)
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, *data: bytes) -> None:
+        """Parts that belong together: no filler comes between them."""
         self._sending = True
-        await self._request.part(data)
+        for part in data:
+            await self._request.part(part)
         self._sending = False
         self._last = self._loop.time()
 
@@ -65,8 +67,11 @@ async def send_command(request: Request, events: AsyncIterator[Item]) -> None:
             item = first
             while item is not None:
                 if isinstance(item, Output):
-                    # one message, so that a frame is never split by a keepalive
-                    await pulse.send(FRAME_HEADER.pack(item.stream, len(item.data)) + item.data)
+                    head = FRAME_HEADER.pack(item.stream, len(item.data))
+                    if len(item.data) < _SMALL:
+                        await pulse.send(head + item.data)
+                    else:
+                        await pulse.send(head, item.data)
                 else:
                     ended = item.event == "end"
                     await pulse.send(event_frame(item))
