@@ -1,6 +1,6 @@
 """Layers built for real: what goes in comes out of the mounted image, equal input gives equal digests, and nothing half-made stays."""
 
-# ruff: noqa: ASYNC220, ASYNC221, ASYNC240 - the tests start short programs and look at files
+
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,5 @@
 """The file helper (native/files*.c): one file, one directory, whole trees; driven through the edge's own client."""
-# ruff: noqa: ASYNC221, ASYNC230, ASYNC240, F811 - blocking calls set the scene; fixtures are imported
+# ruff: noqa: F811 - blocking calls set the scene; fixtures are imported
 from __future__ import annotations
 
 import asyncio

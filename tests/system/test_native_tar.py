@@ -1,5 +1,5 @@
 """The file helper's archives (native/tar_*.c), against themselves, GNU tar and Python, and against hostile ones."""
-# ruff: noqa: ASYNC221, ASYNC240, F811 - blocking calls set the scene; fixtures are imported
+# ruff: noqa: F811 - blocking calls set the scene; fixtures are imported
 from __future__ import annotations
 
 import asyncio

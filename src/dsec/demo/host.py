@@ -72,8 +72,8 @@ def shared_objects() -> set[str]:
 def leftovers(ids: Iterable[str]) -> list[str]:
     """Cgroups, processes and directories of these sandboxes that are still on this host."""
     wanted = set(ids)
-    groups = [path for root in ("", "*/") for path in Path("/sys/fs/cgroup").glob(f"{root}dsec-*/*")]
-    found = [f"cgroup {path}" for path in groups if path.name in wanted]
+    directories = [path for root in ("", "*/") for path in Path("/sys/fs/cgroup").glob(f"{root}dsec-*/*")]
+    found = [f"cgroup {path}" for path in directories if path.name in wanted]
     for pid in filter(str.isdigit, os.listdir("/proc")):
         groups = {part for line in _text(Path(f"/proc/{pid}/cgroup")).splitlines() for part in line.split("/")}
         words = set(_text(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").split())
