@@ -355,10 +355,10 @@ class Floor:
         return self._run(command, tmpfs, [])
 
     def run_oci(
-        self, total: int, parallel: int, command: list[str], group: str, *, bundles: str = "", hide_v2: bool = False
+        self, total: int, parallel: int, command: list[str], *, bundles: str = "", hide_v2: bool = False
     ) -> dict[str, float]:
         """An OCI runtime on the same layers and medium."""
-        own = [self.oci, "-n", str(total), "-c", str(parallel), "-g", group]
+        own = [self.oci, "-n", str(total), "-c", str(parallel), "-g", _group()]
         more = [*(["-H"] if hide_v2 else []), *(["-w", bundles] if bundles else [])]
         return self._run([*own, *more], False, ["--", *command])
 
@@ -380,11 +380,17 @@ def _group() -> str:
 
 
 def remove_groups(name: str) -> None:
-    """Remove the (empty) cgroups of this name from all hierarchies."""
-    for top in (*Path("/sys/fs/cgroup").iterdir(), Path("/sys/fs/cgroup")):
-        for path in sorted((top / name).glob("**/")) [::-1] if (top / name).is_dir() else []:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+    """Remove the cgroups of this name, and those in them, from all hierarchies. Processes in them get a few seconds to go."""
+    tops = [path for path in (Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").iterdir()) if (path / name).is_dir()]
+    deadline = time.monotonic() + 10
+    for top in tops:
+        while (top / name).is_dir():
+            for path in sorted((top / name).glob("**/"), reverse=True):
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{top / name} does not become empty")
+            time.sleep(0.02)
 
 
 def _family(text: str, node_pid: int) -> list[int]:

@@ -53,13 +53,13 @@ class Arms:
     def crun(self, total: int, parallel: int) -> tuple[float, float]:
         """crun run."""
         command = oci.crun_run(self.home / "crun")
-        found = self.floor.run_oci(total, parallel, command, self.group, bundles=str(self.home / "bundles"), hide_v2=True)
+        found = self.floor.run_oci(total, parallel, command, bundles=str(self.home / "bundles"), hide_v2=True)
         return found["rate"], found["p50_ms"]
 
     def podman(self, total: int, parallel: int) -> tuple[float, float]:
         """podman run --rm, with runc: its crun refuses a v2 tree beside v1."""
         command = oci.podman_run(self.home / "podman", self.group, argv=ARGV, runtime="runc", limits=LIMITS)
-        found = self.floor.run_oci(total, parallel, command, self.group)
+        found = self.floor.run_oci(total, parallel, command)
         return found["rate"], found["p50_ms"]
 
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run it."""
     bench = start("create", argv)
     rounds = 2 if bench.quick else 6
-    sizes = {"dsec": 40, "floor": 80, "crun": 24, "podman": 4} if bench.quick else {"dsec": 200, "floor": 300, "crun": 100, "podman": 16}
+    sizes = {"dsec": 32, "floor": 60, "crun": 20, "podman": 4} if bench.quick else {"dsec": 200, "floor": 300, "crun": 100, "podman": 16}
     bench.size = f"{rounds} rounds of {', '.join(f'{k} {v}' for k, v in sizes.items())} at 1 and 16"
     with node() as made:
         client, floor = Client(made), Floor(made.images, made.home)

@@ -2,8 +2,8 @@
 //
 // oci -n TOTAL -c PARALLEL -g CGROUP [-m BTRFS] [-H] [-w BUNDLES] -l IMAGE [-l IMAGE ...] -- PROGRAM ARG...
 // In the arguments {id} becomes the container's name, {root} its mounted root, {bundle} BUNDLES/<worker>, which holds a config.json made
-// beforehand. -H hides a v2 cgroup tree that stands beside v1 hierarchies from PROGRAM. Limits are PROGRAM's own business, the group
-// CGROUP is not used but for the place where it puts its own. Prints the same line as floor.
+// beforehand. -H hides a v2 cgroup tree that stands beside v1 hierarchies from PROGRAM. Limits and groups are PROGRAM's own business;
+// CGROUP only makes the names unique. Prints the same line as floor.
 #include <errno.h>
 #include <sched.h>
 #include <spawn.h>
