@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
 from typing import Any
 
 import msgspec
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from dsec.apiserver.app import App
+from dsec.apiserver.request import WHOLE
 from libdsec.wire import ErrorBody
 
 KEEP_ALIVE = 75  # seconds that an idle connection is kept; clients let go earlier
@@ -55,6 +57,10 @@ class _Protocol(HttpToolsProtocol):
         self._disarm()
         super().on_headers_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.scope[WHOLE] = functools.partial(_write_whole, cycle)  # type: ignore[literal-required]
+        super()._start_asgi_task(cycle, app)
+
     def send_400_response(self, msg: str) -> None:
         body = msgspec.json.encode(ErrorBody(code="invalid_request", message=msg.rstrip(".") or "the request is not HTTP"))
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -73,6 +79,24 @@ class _Protocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _write_whole(cycle: RequestResponseCycle, status: int, headers: bytes, body: bytes) -> bool:
+    """A reply in one write, so that it is one packet and the client wakes once. False: not now, send it the long way.
+
+    Does what two messages to `cycle.send` would do.
+    """
+    if cycle.disconnected or cycle.response_started or cycle.flow.write_paused or cycle.scope["method"] == "HEAD":
+        return False
+    cycle.response_started = cycle.response_complete = True
+    cycle.waiting_for_100_continue = False
+    end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
+    cycle.transport.write(STATUS_LINE[status] + headers + end + body)
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()
+    return True
 
 
 class Server:
