@@ -7,7 +7,7 @@ set -eu
 cd "$(dirname "$0")/.."
 root=$(pwd)
 export PATH="$root/.venv/bin:$PATH"
-export DSEC_STATE="${DSEC_NODE_STATE:-$root/build/state}"
+export DSEC_STATE="$root/build/state"
 run=$(mktemp -d /tmp/dsec.XXXXXX)
 export DSEC_RUN="$run/run" DSEC_LISTEN=127.0.0.1:0 DSEC_URL="unix://$run/run/node.sock"
 unset DSEC_API_KEY DSEC_CONFIG
