@@ -9,6 +9,7 @@ import random
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -50,7 +51,8 @@ async def run(options: argparse.Namespace, console: Console) -> report.Outcome:
     projects = {p.name: p for p in fetched if p.name in wanted}
     if set(wanted) != set(projects):
         raise SetupFailed(f"no such project: {', '.join(set(wanted) - set(projects))}; there are {', '.join(p.name for p in fetched)}")
-    async with host.node(options.build / "state"), DSecClient() as client:
+    before = host.shared_objects()
+    async with host.node(options.build / "state") as own, DSecClient() as client:
         console.print(f"node at {client.base_url}; {', '.join(f'{p.name} {p.version}' for p in projects.values())}", highlight=False)
         layers = await make_layers(client, options.base, list(projects.values()), runner, console)
         setting = Setting(client, projects, layers, {"demo": secrets.token_hex(4)})
@@ -62,6 +64,8 @@ async def run(options: argparse.Namespace, console: Console) -> report.Outcome:
         setup = time.monotonic() - began
         console.print(f"{len(tasks)} tasks, {len(tasks) * 4} rollouts, {options.concurrency} at a time", highlight=False)
         outcome = await job(setting, tasks, options, console, setup)
+    if own is not None:
+        outcome.leaks += await settled(lambda: host.leftovers_of_node(own) + sorted(host.shared_objects() - before))
     return outcome
 
 
@@ -85,7 +89,7 @@ async def job(setting: Setting, tasks: list[Task], options: argparse.Namespace, 
         samples, _ = await prober.communicate(b"")
     for box in neighbours:
         await box.stop()
-    outcome = report.Outcome(rollouts, tasks, time.monotonic() - began, setup)
+    outcome = report.Outcome(rollouts, tasks, time.monotonic() - began, setup, compared=len(rollouts) >= 2 * options.concurrency)
     sort_probes(outcome, json.loads(samples), idle_until)
     outcome.leaks = await leaks(setting, [i for r in rollouts for i in r.ids] + [box.id for box in neighbours], before)
     return outcome
@@ -107,13 +111,17 @@ def sort_probes(outcome: report.Outcome, samples: list[tuple[float, float | None
 
 async def leaks(setting: Setting, ids: list[str], before: set[str]) -> list[str]:
     """What the sandboxes of this job left behind. A cgroup stays busy for a moment after its last process."""
-    for attempt in range(25):
-        left = [f"sandbox {info.id}" for info in await setting.client.list(labels=setting.labels)]
-        left += host.leftovers(ids) + sorted(host.shared_objects() - before)
-        if not left or attempt == 24:
-            return left
+    left = [f"sandbox {info.id}" for info in await setting.client.list(labels=setting.labels)]
+    return left + await settled(lambda: host.leftovers(ids) + sorted(host.shared_objects() - before))
+
+
+async def settled(look: Callable[[], list[str]], seconds: float = 5.0) -> list[str]:
+    """What `look` still finds after at most `seconds`."""
+    for _ in range(int(seconds / 0.2)):
+        if not look():
+            break
         await asyncio.sleep(0.2)
-    raise AssertionError("unreachable")
+    return look()
 
 
 async def make_layers(

@@ -2,22 +2,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from dsec.demo.projects import SetupFailed
 
 
+@dataclass(frozen=True)
+class OwnNode:
+    """A node that this job started: its directory for sockets, and the prefix of its ids and cgroups."""
+
+    run: str
+    prefix: str
+
+
 @asynccontextmanager
-async def node(state: Path) -> AsyncIterator[None]:
-    """A running node in the environment: the one of DSEC_URL, else one of its own with its layers kept in `state`. Raises SetupFailed."""
+async def node(state: Path) -> AsyncIterator[OwnNode | None]:
+    """A running node in the environment: the one of DSEC_URL (gives None), else one of its own with its layers kept in `state`.
+
+    Raises SetupFailed.
+    """
     if os.environ.get("DSEC_URL"):
-        yield
+        yield None
         return
     run = Path(tempfile.mkdtemp(prefix="dsec.", dir="/tmp"))
     ours = _settings(state, run)
@@ -26,7 +39,7 @@ async def node(state: Path) -> AsyncIterator[None]:
     try:
         await _dsec("up", "--detach", "--quiet")
         try:
-            yield
+            yield OwnNode(str(run), json.loads((state / "edge.json").read_text())["prefix"])
         finally:
             await _dsec("down", "--quiet")
             for name in ("medium.btrfs", "journal.jsonl"):
@@ -65,7 +78,8 @@ def shared_objects() -> set[str]:
         if kind in ("overlay", "erofs", "btrfs", "devpts") or "dsec" in line:
             found.add(f"mount {line.split()[4]}")
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
-        found.add(f"loop device {backing.parts[3]} {_text(backing)}")
+        if os.environ.get("DSEC_STATE", "") in _text(backing):  # other nodes of this host come and go
+            found.add(f"loop device {backing.parts[3]} {_text(backing)}")
     return found
 
 
@@ -83,6 +97,15 @@ def leftovers(ids: Iterable[str]) -> list[str]:
     if run:
         found += [f"directory {path}" for path in Path(run).glob("*") if path.name in wanted]
     return sorted(found)
+
+
+def leftovers_of_node(ended: OwnNode) -> list[str]:
+    """Processes, cgroups and directories of a node that has ended."""
+    found = [f"cgroup {path}" for root in ("", "*/") for path in Path("/sys/fs/cgroup").glob(f"{root}dsec-{ended.prefix}")]
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if ended.run in _text(Path(f"/proc/{pid}/cmdline")):
+            found.append(f"process {pid}")
+    return found + ([f"directory {ended.run}"] if Path(ended.run).exists() else [])
 
 
 def _text(path: Path) -> str:

@@ -26,6 +26,7 @@ class Outcome:
     tasks: list[Task]
     seconds: float
     setup_seconds: float
+    compared: bool = True  # there was a first wave without wild agents, as wide as what followed
     probes: dict[str, list[float]] = field(default_factory=dict)  # phase -> seconds of each exec
     probe_failures: int = 0
     leaks: list[str] = field(default_factory=list)
@@ -45,7 +46,9 @@ class Outcome:
         return found + [f"left behind: {leak}" for leak in self.leaks]
 
     def slowdown(self) -> float | None:
-        """Neighbours' median beside wild agents over their median beside peaceful ones; None when one of them was not seen."""
+        """Neighbours' median beside wild agents over their median beside peaceful ones; None when these cannot be compared."""
+        if not self.compared:
+            return None
         peaceful, wild = self.probes.get("peaceful"), self.probes.get("wild")
         return percentile(wild, 50) / percentile(peaceful, 50) if peaceful and wild else None
 
