@@ -137,6 +137,39 @@ def test_completion(dsec: Dsec) -> None:
     assert "_DSEC_COMPLETE" in dsec("--show-completion", "bash", env={"SHELL": "/bin/bash"}).stdout
 
 
+def test_background_kill_interrupt_and_a_reader_that_leaves(dsec: Dsec, node: Node, busybox_image: str) -> None:
+    box = dsec("run", "--detach", busybox_image).stdout.strip()
+    try:
+        command = dsec("exec", "--detach", box, "--", "sh", "-c", "echo begun; sleep 300").stdout.strip()
+        assert dsec("logs", "--follow", "--json", box).returncode == 0
+        assert dsec("kill", box, command).returncode == 0
+        ended = {info["id"]: info["ending"] for info in json.loads(dsec("logs", "--json", box).stdout)}
+        assert ended == {command: "killed"} and dsec("logs", box, command).stdout == "begun\n"
+        held = [PROGRAM, "exec", box, "--", "sh", "-c", 'trap "echo got; exit 9" INT; echo ready; while :; do sleep 0.05; done']
+        with subprocess.Popen(held, env=node.client_env(), stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout and process.stdout.readline() == "ready\n"
+            process.send_signal(2)
+            assert (process.stdout.read(), process.wait(20)) == ("got\n", 9)
+        with subprocess.Popen([PROGRAM, "exec", box, "--", "yes"], env=node.client_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout and process.stdout.read(2) == b"y\n"
+            process.stdout.close()
+            process.wait(20)
+        assert not [info for info in json.loads(dsec("logs", "--json", box).stdout) if info["ending"] == "running"]
+    finally:
+        dsec("stop", box)
+    gone = json.loads(dsec("inspect", box[:12]).stdout)
+    assert gone["sandbox"]["cause"] == "stopped", "an ended sandbox is found by the beginning of its id too"
+
+
+def test_completion_knows_the_live_sandboxes(dsec: Dsec, busybox_image: str) -> None:
+    box = dsec("run", "--detach", "--name", "complete-me", busybox_image).stdout.strip()
+    try:
+        asked = {"_DSEC_COMPLETE": "complete_bash", "COMP_WORDS": "dsec stop comp", "COMP_CWORD": "2"}
+        assert dsec(env=asked).stdout.split() == ["complete-me"]
+    finally:
+        dsec("stop", box)
+
+
 @pytest.mark.root
 def test_up_refuses_and_uninstall_leaves_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "DSEC_STATE": str(tmp_path / "state"), "DSEC_RUN": str(tmp_path / "run"), "DSEC_LISTEN": "127.0.0.1:0",

@@ -5,5 +5,14 @@ from __future__ import annotations
 def main() -> None:
     """The `dsec` program."""
     from dsec.cli.app import app
+    from dsec.cli.common import say
+    from dsec.config import ConfigError
 
-    app(prog_name="dsec")
+    try:
+        app(prog_name="dsec")
+    except ConfigError as error:
+        say(f"{error.code}: {error}")
+        raise SystemExit(2) from None
+    except OSError as error:  # of a file here: those of a sandbox are typed and said where they happen
+        say(f"os_error: {error.filename}: {error.strerror}" if error.filename else f"os_error: {error}")
+        raise SystemExit(125) from None

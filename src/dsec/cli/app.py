@@ -1,6 +1,9 @@
 """The tree of commands."""
 from __future__ import annotations
 
+import os
+from typing import Annotated
+
 import typer
 
 from dsec.cli import copying, environments, layers, machine, sandboxes
@@ -12,7 +15,12 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def options(version: bool = typer.Option(False, "--version", help="Show the version.")) -> None:
+def options(
+    url: Annotated[str | None, typer.Option(metavar="URL", help="The node: http://, https:// or unix://; wins over $DSEC_URL.")] = None,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    if url is not None:
+        os.environ["DSEC_URL"] = url  # where the SDK looks
     if version:
         from importlib import metadata
 
@@ -30,6 +38,7 @@ app.command("exec")(sandboxes.exec_)
 app.command("ps")(sandboxes.ps)
 app.command("inspect")(sandboxes.inspect)
 app.command("logs")(sandboxes.logs)
+app.command("kill")(sandboxes.kill)
 app.command("stop")(sandboxes.stop)
 app.command("cp")(copying.cp)
 app.add_typer(layers.app, name="layer")

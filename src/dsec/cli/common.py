@@ -1,18 +1,16 @@
 """What all commands share: running async code against the node, errors as exit statuses, tables or JSON, ids by prefix."""
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import msgspec
 import typer
 
-from libdsec import DSecClient, Sandbox
-from libdsec.errors import BinaryNotFound, DSecError, InvalidRequest, NotExecutable, SandboxNotFound
+if TYPE_CHECKING:  # the SDK is loaded when a command runs: help and completion do without it
+    from libdsec import DSecClient, DSecError, Sandbox
 
 T = TypeVar("T")
 PLATFORM, NOT_EXECUTABLE, NOT_FOUND, TIMEOUT = 125, 126, 127, 124  # exit statuses that are no command's own
@@ -23,6 +21,8 @@ JSON = typer.Option("--json", help="Machine-readable output.")
 def call(work: Callable[[DSecClient], Awaitable[T]]) -> T:
     """Run `work` with an opened client. A DSecError becomes `dsec: CODE: MESSAGE` on stderr and an exit status that no command can have."""
 
+    from libdsec import DSecClient
+
     async def session() -> T:
         async with DSecClient() as client:
             return await work(client)
@@ -32,6 +32,10 @@ def call(work: Callable[[DSecClient], Awaitable[T]]) -> T:
 
 def guarded(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, with errors as exit statuses."""
+    import asyncio
+
+    from libdsec.errors import DSecError
+
     try:
         return asyncio.run(work)
     except DSecError as error:
@@ -42,23 +46,37 @@ def guarded(work: Coroutine[Any, Any, T]) -> T:
 
 def status_of(error: DSecError) -> int:
     """The exit status that stands for an error of the platform; a shell's own two for programs that cannot start."""
+    from libdsec.errors import BinaryNotFound, NotExecutable
+
     return NOT_FOUND if isinstance(error, BinaryNotFound) else NOT_EXECUTABLE if isinstance(error, NotExecutable) else PLATFORM
 
 
 def fail(message: str, status: int = PLATFORM) -> NoReturn:
     """Say what is wrong and end."""
-    print(f"dsec: {message}", file=sys.stderr)
+    say(message)
     raise typer.Exit(status)
+
+
+def say(message: str) -> None:
+    """A line for people, on stderr."""
+    print(f"dsec: {printable(message)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Without what could drive a terminal: names, labels and messages may come from an agent."""
+    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
 def show_json(what: Any) -> None:
     """One JSON document on stdout."""
+    import msgspec
+
     print(json.dumps(msgspec.to_builtins(what), indent=2))
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Plain aligned columns: readable for people and safe to cut with other tools."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)).replace("\n", " ") for cell in row] for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
     for row in [[name.upper() for name in columns], *cells]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -96,14 +114,38 @@ def pairs(texts: Sequence[str], what: str) -> dict[str, str]:
 
 
 async def find(client: DSecClient, reference: str) -> Sandbox:
-    """A sandbox by its id, by a prefix of an id that no other live sandbox has, or by its name."""
+    """A sandbox by its id, by its name, or by the beginning of an id that no other has; a live one before one that ended."""
+    from libdsec.errors import InvalidRequest, SandboxNotFound
+
     if len(reference) == 20:
         return await client.connect(reference)
-    infos = await client.list()
-    named = [info for info in infos if info.name == reference]
-    matching = named or [info for info in infos if info.id.startswith(reference)]
-    if len(matching) > 1:
-        raise InvalidRequest(f"{reference!r} is the beginning of {len(matching)} sandbox ids")
-    if not matching:
-        raise SandboxNotFound(f"no live sandbox is named {reference!r} or has an id that begins so")
-    return await client.connect(matching[0].id)
+    for state in (None, "ended"):
+        infos = await client.list(state=state)
+        named = [info for info in infos if info.name == reference]
+        matching = named[-1:] or [info for info in infos if info.id.startswith(reference)]
+        if len(matching) > 1:
+            raise InvalidRequest(f"{reference!r} is the beginning of {len(matching)} sandbox ids")
+        if matching:
+            return await client.connect(matching[0].id)
+    raise SandboxNotFound(f"no sandbox is named {reference!r} or has an id that begins so")
+
+
+def complete_sandbox(incomplete: str) -> list[tuple[str, str]]:
+    """Shell completion: names and ids of the live sandboxes."""
+    import asyncio
+
+    from libdsec import DSecClient
+
+    async def live() -> list[tuple[str, str]]:
+        async with DSecClient() as client, asyncio.timeout(2):
+            infos = await client.list()
+        return [(i.id, i.name or i.image or "") for i in infos] + [(i.name, i.id) for i in infos if i.name]
+
+    try:
+        return [(word, printable(note)) for word, note in asyncio.run(live()) if word.startswith(incomplete)]
+    except Exception:  # nothing may be printed into somebody's prompt
+        return []
+
+
+SANDBOX = typer.Argument(help="Id, beginning of an id, or name.", autocompletion=complete_sandbox)
+SANDBOXES = typer.Argument(help="Ids, beginnings of ids, or names.", show_default=False, autocompletion=complete_sandbox)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsec.cli import common
-from libdsec import DSecClient, Sandbox
-from libdsec.errors import FileNotFound, InvalidRequest
+
+if TYPE_CHECKING:
+    from libdsec import DSecClient, Sandbox
 
 CHUNK = 1 << 20
 
@@ -27,6 +28,8 @@ def cp(
     """Copy a file or a directory into a sandbox or out of it."""
 
     async def work(client: DSecClient) -> None:
+        from libdsec.errors import InvalidRequest
+
         near, far = _split(source), _split(destination)
         if (near is None) == (far is None):
             raise InvalidRequest("one of SOURCE and DESTINATION is SANDBOX:PATH, the other a path here")
@@ -45,6 +48,8 @@ def _split(text: str) -> tuple[str, str] | None:
 
 
 async def _up(box: Sandbox, local: str, path: str, user: str | None) -> None:
+    from libdsec.errors import FileNotFound
+
     if not os.path.lexists(local):
         raise FileNotFound(f"there is no {local} here", path=local)
     if await _is_directory(box, path, user):
@@ -66,7 +71,7 @@ async def _down(box: Sandbox, path: str, local: str, user: str | None) -> None:
         local = os.path.join(local, posixpath.basename(path.rstrip("/")) or box.id)
     if await _is_directory(box, path, user):
         for name in await box.files.download_dir(path, local, user=user, links="skip"):
-            print(f"dsec: left out: {name}")
+            common.say(f"left out: {name}")
         return
     mode = (await box.files.stat(path, follow=True, user=user)).mode
     partial = f"{local}.part"
@@ -83,6 +88,8 @@ async def _down(box: Sandbox, path: str, local: str, user: str | None) -> None:
 
 
 async def _is_directory(box: Sandbox, path: str, user: str | None) -> bool:
+    from libdsec.errors import FileNotFound
+
     try:
         return (await box.files.stat(path, follow=True, user=user)).type == "directory"
     except FileNotFound:

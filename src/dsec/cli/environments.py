@@ -1,13 +1,15 @@
 """env create, ls, rm."""
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsec.cli import common
-from libdsec import DSecClient
-from libdsec.wire import EnvironmentInfo
+
+if TYPE_CHECKING:
+    from libdsec import DSecClient
+    from libdsec.wire import EnvironmentInfo
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Environments: ordered layers with ENV, USER and WORKDIR.")
 

@@ -1,18 +1,19 @@
 """layer build, ls, rm, verify, fsck."""
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsec.cli import common
-from libdsec import DSecClient
-from libdsec.wire import LayerInfo, Progress
+
+if TYPE_CHECKING:
+    from libdsec import DSecClient
+    from libdsec.wire import LayerInfo, Progress
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Read-only layers: build, list, remove, check.")
 
@@ -93,7 +94,7 @@ def fsck(as_json: Annotated[bool, common.JSON] = False) -> None:
         finally:
             images.close()
 
-    lines = asyncio.run(work())
+    lines = common.guarded(work())
     if as_json:
         common.show_json(lines)
     else:

@@ -3,45 +3,49 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dsec.cli import common
-from dsec.config import Config, ConfigError, Loaded, assignments, load, render, to_argv
-from libdsec import DSecClient
-from libdsec.errors import DSecError
 
+if TYPE_CHECKING:
+    from dsec.config import Config, Loaded
+
+State = Annotated[str | None, typer.Option("--state", metavar="DIR", help="State directory.")]
+Run = Annotated[str | None, typer.Option("--run", metavar="DIR", help="Run directory.")]
 File = Annotated[str | None, typer.Option("--config", metavar="FILE", help="Configuration file.")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="One setting; wins over environment and file.")]
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The node's configuration.")
 
 
 def loaded(path: str | None = None, flags: dict[str, Any] | None = None) -> Loaded:
-    """The configuration, or the end of the program."""
-    try:
-        return load(path, flags=flags)
-    except ConfigError as error:
-        common.fail(f"invalid_config: {error}", 2)
+    """The configuration. ConfigError is for `main`."""
+    from dsec.config import load
+
+    return load(path, flags=flags)
 
 
 def up(
     detach: Annotated[bool, typer.Option("-d", "--detach", help="Return when the node answers.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet")] = False,
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the API listens; port 0 takes a free one.")] = None,
-    state: Annotated[str | None, typer.Option(metavar="DIR", help="State directory.")] = None,
-    run: Annotated[str | None, typer.Option(metavar="DIR", help="Run directory.")] = None,
+    state: State = None,
+    run: Run = None,
     config: File = None,
     setting: Set = [],  # noqa: B006 - typer reads it
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="With --detach: give up after so long.")] = 60.0,
 ) -> None:
     """Start the node of this machine."""
+    from dsec.config import assignments, to_argv
+
     flags: dict[str, Any] = {**assignments(setting), "listen": listen, "state_dir": state, "run_dir": run}
     settings = loaded(config, flags).config
     command = [sys.executable, "-m", "dsec.node", *to_argv(config, flags)]
@@ -69,22 +73,24 @@ def up(
 def down(
     keep: Annotated[bool, typer.Option("--keep-sandboxes", help="Leave the sandboxes running; the next node takes them over.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet")] = False,
+    state: State = None,
+    run: Run = None,
     config: File = None,
 ) -> None:
     """Stop the sandboxes and the node of this machine."""
-    settings = loaded(config).config
+    settings = loaded(config, {"state_dir": state, "run_dir": run}).config
     found = _ready(settings.run / "node.json")
     if found is None:
         if not quiet:
             print("no node is running")
         return
+    node = os.pidfd_open(found["pid"])
+    if _ready(settings.run / "node.json") != found:
+        common.fail("the node ends or starts just now; try again", 1)
     stopped = 0 if keep else _stop_everything(settings)
-    os.kill(found["pid"], signal.SIGTERM)
-    deadline = time.monotonic() + 60
-    while _alive(found["pid"]):
-        if time.monotonic() > deadline:
-            common.fail(f"the node (pid {found['pid']}) does not end; see {settings.log_dir}", 1)
-        time.sleep(0.02)
+    signal.pidfd_send_signal(node, signal.SIGTERM)
+    if not select.select([node], [], [], 60)[0]:
+        common.fail(f"the node (pid {found['pid']}) does not end; see {settings.log_dir}", 1)
     if not quiet:
         print(f"stopped {stopped} sandboxes and the node")
 
@@ -118,6 +124,8 @@ def config_show(
     setting: Set = [],  # noqa: B006 - typer reads it
 ) -> None:
     """Every setting: file < environment < flag."""
+    from dsec.config import assignments, render
+
     rows = render(loaded(config, assignments(setting)))
     if as_json:
         print(json.dumps({key: {"value": value, "origin": where} for key, value, where in rows}, indent=2))
@@ -137,10 +145,13 @@ def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="crea
 
 def uninstall(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    state: State = None,
+    run: Run = None,
     config: File = None,
 ) -> None:
-    """Stop everything and remove all that dsec keeps on this machine: sandboxes, layers, state, key, logs."""
-    settings = loaded(config).config
+    """Stop everything and remove all that dsec keeps on this machine: sandboxes, layers, state, key, logs, shell completion."""
+    flags = {"state_dir": state, "run_dir": run}
+    settings = loaded(config, flags).config
     mine = [path for path in (settings.state, settings.run) if path.exists()]
     for path in mine:
         if not any((path / name).exists() for name in ("node.lock", "node.pid", "edge.json", "catalog.db")):
@@ -151,16 +162,35 @@ def uninstall(
     if not yes and not typer.confirm(f"Remove {' and '.join(map(str, mine))} with all sandboxes and layers?"):
         raise typer.Exit(1)
     if _ready(settings.run / "node.json") is None and any(settings.run.glob("*/aether.sock")):
-        up(detach=True, quiet=True, listen="127.0.0.1:0", config=config, setting=[])  # only a node can end the sandboxes that run on
-    down(quiet=True, config=config)
+        # only a node can end the sandboxes that run on
+        up(detach=True, quiet=True, listen="127.0.0.1:0", state=state, run=run, config=config, setting=[])
+    down(quiet=True, state=state, run=run, config=config)
     for path in mine:
         shutil.rmtree(path)
-    key = settings.key_path
-    key.unlink(missing_ok=True)
+    settings.key_path.unlink(missing_ok=True)
+    if settings.log_dir.is_dir():  # a directory of its own may hold other things than our log
+        for log in settings.log_dir.glob("node.jsonl*"):
+            log.unlink()
+    _remove_completion()
     print(f"removed {' and '.join(map(str, mine))}")
 
 
+def _remove_completion() -> None:
+    """What `--install-completion` wrote for this user."""
+    home = Path.home()
+    script = home / ".bash_completions" / "dsec.sh"
+    for path in (script, home / ".zfunc" / "_dsec", home / ".config" / "fish" / "completions" / "dsec.fish"):
+        path.unlink(missing_ok=True)
+    startup = home / ".bashrc"
+    if startup.is_file() and str(script) in (text := startup.read_text(errors="surrogateescape")):
+        kept = [line for line in text.splitlines(keepends=True) if str(script) not in line]
+        startup.write_text("".join(kept), errors="surrogateescape")
+
+
 def _stop_everything(settings: Config) -> int:
+    from libdsec import DSecClient
+    from libdsec.errors import DSecError
+
     async def work() -> int:
         async with DSecClient(f"unix://{settings.run / 'node.sock'}", settings.key_path.read_text().strip()) as client:
             return len(await client.stop_all(everything=True))
@@ -174,15 +204,10 @@ def _stop_everything(settings: Config) -> int:
 
 
 def _ready(path: Path) -> dict[str, Any] | None:
+    """What a node says of itself, if it is there: a file that outlived its node is none."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
+        command = Path(f"/proc/{found['pid']}/cmdline").read_bytes()
     except (OSError, ValueError):
         return None
-    return found if _alive(found["pid"]) else None
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    return found if b"dsec.node" in command else None  # the number may be another process's by now; a zombie has no command line

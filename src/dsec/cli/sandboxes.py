@@ -1,15 +1,15 @@
 """run, exec, ps, inspect, logs, stop."""
 from __future__ import annotations
 
-import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dsec.cli import common
-from libdsec import DSecClient, DSecContainerRunArgs, Ending, Sandbox
-from libdsec.result import ExecResult
-from libdsec.wire import CommandInfo, SandboxInfo
+
+if TYPE_CHECKING:
+    from libdsec import DSecClient, ExecResult, Sandbox
+    from libdsec.wire import CommandInfo, SandboxInfo
 
 Argv = Annotated[list[str] | None, typer.Argument(help="The program and its arguments, after `--`.", show_default=False)]
 Stdin = Annotated[bool, typer.Option("-i", "--interactive", help="Pass standard input on.")]
@@ -37,6 +37,8 @@ def run(
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="End the command after so long (exit status 124).")] = None,
 ) -> None:
     """Create a sandbox, run a command in it, stop it. Ends with the command's exit status; 125 is an error of the platform."""
+    from libdsec import DSecContainerRunArgs
+
     args = DSecContainerRunArgs(
         container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, disk_mb=disk, pids=pids, ttl_running_stop=idle, name=name,
         max_lifetime=max_lifetime, init_user=user, workdir=workdir, env=common.pairs(env, "--env"), labels=common.pairs(label, "--label"),
@@ -47,17 +49,17 @@ def run(
     async def work(client: DSecClient) -> int:
         box = await client.run_container(args)
         for warning in box.info.warnings:
-            print(f"dsec: warning: {warning}", file=sys.stderr)
+            common.say(f"warning: {warning}")
         if detach:
             if argv:
                 await box.start(argv, timeout=timeout)
             print(box.id)
             return 0
         try:
-            return await _execute(box, argv or [], interactive, tty, timeout=timeout)
+            return await _execute(box, interactive, tty, argv=argv, timeout=timeout)
         finally:
             if keep:
-                print(f"dsec: sandbox {box.id} is kept", file=sys.stderr)
+                common.say(f"sandbox {box.id} is kept")
             else:
                 await box.stop()
 
@@ -65,8 +67,9 @@ def run(
 
 
 def exec_(
-    sandbox: Annotated[str, typer.Argument(help="Id, beginning of an id, or name.")],
+    sandbox: Annotated[str, common.SANDBOX],
     argv: Argv = None,
+    detach: Annotated[bool, typer.Option("-d", "--detach", help="In the background: print the command's id.")] = False,
     interactive: Stdin = False,
     tty: Terminal = False,
     shell: Annotated[str | None, typer.Option("-c", "--shell", help="Shell text instead of a program.")] = None,
@@ -78,32 +81,32 @@ def exec_(
     """Run a command in a sandbox: `dsec exec -it ID -- bash`. Ends with its exit status; 125 is an error of the platform."""
     if bool(argv) == (shell is not None):
         common.fail("invalid_request: give a program after `--`, or --shell TEXT", 2)
-    program = argv or ["sh", "-c", shell or ""]
+    what: dict[str, Any] = {"argv": argv, "shell": shell, "cwd": workdir, "user": user, "timeout": timeout}
+    what["env"] = common.pairs(env, "--env")
 
     async def work(client: DSecClient) -> int:
         box = await common.find(client, sandbox)
-        return await _execute(box, program, interactive, tty, cwd=workdir, env=common.pairs(env, "--env"), user=user, timeout=timeout)
+        if detach:
+            print((await box.start(**what)).id)
+            return 0
+        return await _execute(box, interactive, tty, **what)
 
     raise typer.Exit(common.call(work))
 
 
-async def _execute(box: Sandbox, argv: list[str], interactive: bool, tty: bool, **options: Any) -> int:
+async def _execute(box: Sandbox, interactive: bool, tty: bool, **what: Any) -> int:
     from dsec.cli import terminal
 
-    if tty:
-        result = await terminal.attach(box, argv, **options)
-    elif interactive:
-        result = await terminal.piped(box, argv, **options)
-    else:
-        result = await terminal.show(box.stream(argv, **options))
-    return _status(result)
+    return _status(await terminal.attach(box, **what) if tty else await terminal.piped(box, interactive=interactive, **what))
 
 
 def _status(result: ExecResult) -> int:
     """A shell's exit status; anything but an exit is also said in words."""
-    if result.ending is Ending.EXITED or result.ending is Ending.SIGNALED:
-        return result.exit_code or 0
-    print(f"dsec: the command ended: {result.ending.value}", file=sys.stderr)
+    from libdsec import Ending
+
+    if result.exit_code is not None:
+        return result.exit_code
+    common.say(f"the command ended: {result.ending.value}")
     return {Ending.TIMEOUT: common.TIMEOUT, Ending.OOM: 137, Ending.KILLED: 137}.get(result.ending, common.PLATFORM)
 
 
@@ -140,21 +143,21 @@ def _row(info: SandboxInfo) -> tuple[object, ...]:
     return info.id, image, state, common.age(info.created_at), memory, info.health.value, info.name or "-", labels or "-"
 
 
-def inspect(sandbox: Annotated[str, typer.Argument(help="Id, beginning of an id, or name.")]) -> None:
+def inspect(sandbox: Annotated[str, common.SANDBOX]) -> None:
     """Everything that is known of a sandbox, with its commands and its use, as JSON."""
 
     async def work(client: DSecClient) -> dict[str, object]:
         box = await common.find(client, sandbox)
-        shown: dict[str, object] = {"sandbox": await box.refresh(), "commands": await box.commands()}
+        shown: dict[str, object] = {"sandbox": await box.refresh()}
         if box.info.state.value == "running":
-            shown["usage"] = await box.usage()
+            shown |= {"commands": await box.commands(), "usage": await box.usage()}
         return shown
 
     common.show_json(common.call(work))
 
 
 def logs(
-    sandbox: Annotated[str, typer.Argument(help="Id, beginning of an id, or name.")],
+    sandbox: Annotated[str, common.SANDBOX],
     command: Annotated[str | None, typer.Argument(help="Command id; without it: the list of commands.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the command ends.")] = False,
     offset: Annotated[int, typer.Option(help="First byte of each stream.")] = 0,
@@ -182,12 +185,21 @@ def logs(
     common.call(work)
 
 
+def kill(sandbox: Annotated[str, common.SANDBOX], command: Annotated[str, typer.Argument(help="Command id.")]) -> None:
+    """Kill a command and all that it started. No error when it has ended."""
+
+    async def work(client: DSecClient) -> None:
+        await (await (await common.find(client, sandbox)).command(command)).kill()
+
+    common.call(work)
+
+
 def _code(command: CommandInfo) -> object:
     return "-" if command.exit_code is None else command.exit_code
 
 
 def stop(
-    sandboxes: Annotated[list[str] | None, typer.Argument(help="Ids, beginnings of ids, or names.", show_default=False)] = None,
+    sandboxes: Annotated[list[str] | None, common.SANDBOXES] = None,
     label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE", help="All with these labels.")] = [],  # noqa: B006
     everything: Annotated[bool, typer.Option("--all", help="Every sandbox of the node.")] = False,
 ) -> None:

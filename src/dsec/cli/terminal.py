@@ -12,7 +12,7 @@ from typing import Any
 
 from libdsec import Sandbox
 from libdsec.command import Command
-from libdsec.errors import CommandEnded, StdinClosed
+from libdsec.errors import CommandEnded, CommandNotFound, DSecError, StdinClosed
 from libdsec.result import Event, ExecResult
 
 
@@ -33,21 +33,27 @@ async def show(events: AsyncIterator[Event], *, ended: bool = True) -> ExecResul
     return result  # type: ignore[return-value]
 
 
-async def piped(box: Sandbox, argv: list[str], **options: Any) -> ExecResult:
-    """With this process's standard input, to its end."""
-    command = await box.start(argv, open_stdin=True, **options)
-    feeding = asyncio.create_task(_feed(command))
+async def piped(box: Sandbox, *, interactive: bool, **what: Any) -> ExecResult:
+    """With plain streams; `interactive`: with standard input, to its end. A first Ctrl-C goes to the command, a second kills it."""
+    stream = box.stream(open_stdin=interactive, **what)
+    feeding = asyncio.create_task(_feed_when_started(box, stream.id)) if interactive else None
     try:
-        return await show(command.stream())
+        with _interrupts(box, stream.id):
+            return await show(stream)
+    except BrokenPipeError:  # whoever read our output is gone: to the command that is a pipe without a reader
+        await _quiet((await box.command(stream.id)).signal("PIPE", tree=True))
+        raise
     finally:
-        feeding.cancel()
+        if feeding is not None:
+            feeding.cancel()
+        await stream.aclose()
 
 
-async def attach(box: Sandbox, argv: list[str], **options: Any) -> ExecResult:
+async def attach(box: Sandbox, **what: Any) -> ExecResult:
     """On a terminal that follows this one: raw keys, size, and every signal that a key makes."""
     cols, rows = shutil.get_terminal_size()
-    options["env"] = {"TERM": os.environ.get("TERM", "xterm"), **options.get("env", {})}
-    command = await box.pty(argv, rows=rows, cols=cols, **options)
+    what["env"] = {"TERM": os.environ.get("TERM", "xterm"), **what.get("env", {})}
+    command = await box.pty(rows=rows, cols=cols, **what)
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -65,6 +71,36 @@ async def attach(box: Sandbox, argv: list[str], **options: Any) -> ExecResult:
         finally:
             feeding.cancel()
             loop.remove_signal_handler(signal.SIGWINCH)
+
+
+async def _feed_when_started(box: Sandbox, command_id: str) -> None:
+    while True:
+        try:
+            command = await box.command(command_id)
+        except CommandNotFound:
+            await asyncio.sleep(0.01)
+        else:
+            await _feed(command)
+            return
+
+
+@contextlib.contextmanager
+def _interrupts(box: Sandbox, command_id: str) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def send(first: bool) -> None:
+        with contextlib.suppress(DSecError):  # what became of the command is told by its stream
+            command = await box.command(command_id)
+            await (command.signal("INT", tree=True) if first else command.kill())
+
+    loop.add_signal_handler(signal.SIGINT, lambda: tasks.append(asyncio.create_task(send(not tasks))))
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        for task in tasks:
+            task.cancel()
 
 
 async def _feed(command: Command) -> None:
