@@ -51,7 +51,6 @@ async def run(options: argparse.Namespace, console: Console) -> report.Outcome:
     projects = {p.name: p for p in fetched if p.name in wanted}
     if set(wanted) != set(projects):
         raise SetupFailed(f"no such project: {', '.join(set(wanted) - set(projects))}; there are {', '.join(p.name for p in fetched)}")
-    before = host.shared_objects()
     async with host.node(options.build / "state") as own, DSecClient() as client:
         console.print(f"node at {client.base_url}; {', '.join(f'{p.name} {p.version}' for p in projects.values())}", highlight=False)
         layers = await make_layers(client, options.base, list(projects.values()), runner, console)
@@ -65,7 +64,7 @@ async def run(options: argparse.Namespace, console: Console) -> report.Outcome:
         console.print(f"{len(tasks)} tasks, {len(tasks) * 4} rollouts, {options.concurrency} at a time", highlight=False)
         outcome = await job(setting, tasks, options, console, setup)
     if own is not None:
-        outcome.leaks += await settled(lambda: host.leftovers_of_node(own) + sorted(host.shared_objects() - before))
+        outcome.leaks += await settled(lambda: host.leftovers_of_node(own))
     return outcome
 
 

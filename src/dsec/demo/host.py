@@ -17,8 +17,9 @@ from dsec.demo.projects import SetupFailed
 
 @dataclass(frozen=True)
 class OwnNode:
-    """A node that this job started: its directory for sockets, and the prefix of its ids and cgroups."""
+    """A node that this job started: its directories, and the prefix of its ids and cgroups."""
 
+    state: str
     run: str
     prefix: str
 
@@ -39,7 +40,7 @@ async def node(state: Path) -> AsyncIterator[OwnNode | None]:
     try:
         await _dsec("up", "--detach", "--quiet")
         try:
-            yield OwnNode(str(run), json.loads((state / "edge.json").read_text())["prefix"])
+            yield OwnNode(ours["DSEC_STATE"], str(run), json.loads((state / "edge.json").read_text())["prefix"])
         finally:
             await _dsec("down", "--quiet")
             for name in ("medium.btrfs", "journal.jsonl"):
@@ -71,14 +72,14 @@ async def _dsec(*args: str) -> None:
 
 
 def shared_objects() -> set[str]:
-    """The host's mounts of the kinds that sandboxes are made of, and its loop devices, to compare before and after."""
+    """Mounts and loop devices on this host of the node in the environment, to compare before and after. Others' do not count."""
+    places = [place for name in ("DSEC_STATE", "DSEC_RUN") if (place := os.environ.get(name))]
     found = set()
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        kind = line.partition(" - ")[2].split(" ")[0]
-        if kind in ("overlay", "erofs", "btrfs", "devpts") or "dsec" in line:
+        if any(place in line for place in places) or "upperdir=u,workdir=w" in line:  # the second: a sandbox's root
             found.add(f"mount {line.split()[4]}")
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
-        if os.environ.get("DSEC_STATE", "") in _text(backing):  # other nodes of this host come and go
+        if any(_text(backing).startswith(place) for place in places):
             found.add(f"loop device {backing.parts[3]} {_text(backing)}")
     return found
 
@@ -100,11 +101,17 @@ def leftovers(ids: Iterable[str]) -> list[str]:
 
 
 def leftovers_of_node(ended: OwnNode) -> list[str]:
-    """Processes, cgroups and directories of a node that has ended."""
+    """Processes, cgroups, directories, mounts and loop devices of a node that has ended."""
     found = [f"cgroup {path}" for root in ("", "*/") for path in Path("/sys/fs/cgroup").glob(f"{root}dsec-{ended.prefix}")]
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if ended.run in _text(Path(f"/proc/{pid}/cmdline")):
             found.append(f"process {pid}")
+    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+        if _text(backing).startswith(ended.state):
+            found.append(f"loop device {backing.parts[3]} {_text(backing)}")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if ended.run in line or ended.state in line:
+            found.append(f"mount {line.split()[4]}")
     return found + ([f"directory {ended.run}"] if Path(ended.run).exists() else [])
 
 
