@@ -25,8 +25,10 @@ def test_help_is_quick_and_names_every_command() -> None:
         started = time.monotonic()
         shown = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True).stdout
         times.append(time.monotonic() - started)
-    for command in ("up", "down", "run", "exec", "ps", "inspect", "logs", "cp", "stop", "layer", "env", "doctor", "bench", "config", "uninstall"):
+    for command in ("up", "down", "run", "exec", "ps", "inspect", "logs", "kill", "cp", "stop", "layer", "env", "doctor", "bench", "config", "uninstall"):
         assert re.search(rf"^  {command} ", shown, re.M), command
+        page = (ROOT / "docs" / "cli.md").read_text()
+        assert f"dsec {command}" in page, f"docs/cli.md does not name {command}"
     assert min(times) < 1.5
 
 
