@@ -268,7 +268,8 @@ def _item(api: Api, item: BatchItem) -> Sandbox | DSecError:
     if item.sandbox is not None:
         return Sandbox(api, item.sandbox)
     assert item.error is not None
-    return from_body(item.error.code, item.error.message, item.error.details)
+    after = item.error.details.get("retry_after")
+    return from_body(item.error.code, item.error.message, item.error.details, after if isinstance(after, (int, float)) else None)
 
 
 def _labels(labels: Mapping[str, str] | None) -> list[str]:
