@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.unit.api_fake import KEY, Api, api
 
 from dsec.edge.streams import Item, Output
 from libdsec import DSecClient, DSecContainerRunArgs, Ending, Sandbox, errors
 from libdsec.http import Transport
 from libdsec.wire import FRAME_EVENT, FRAME_HEADER, FRAME_KEEPALIVE, FRAME_STDOUT, ExecSpec, State
-from tests.unit.api_fake import KEY, Api, api
 
 ARGS = DSecContainerRunArgs(container_image="base", memory_limit_mb=16, init_user=None)
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.http_script import Link, scripted
 
 from libdsec import DSecClient, errors
 from libdsec.http import Transport, _Connection
-from tests.unit.http_script import Link, scripted
 
 
 async def fetch(reply: bytes, *, close: bool = True, timeout: float | None = 5.0) -> tuple[int, dict[str, str], bytes]:
