@@ -16,6 +16,8 @@
 #include "util.h"
 
 #define START_MS 15000                 // a start that takes longer is stuck: out of memory, or frozen
+#define LOOK_MS 50                     // how often it is looked whether somebody inside stopped it
+#define STOPS_MAX 10                   // so often it is continued
 #define TTY_GROUP 5
 #define FD_HIGH 64                     // descriptors on their way to a fixed number wait above this
 #define ENV_TOTAL (2 * MAX_ENV + 8)
@@ -239,12 +241,19 @@ static int birthplace(struct sandbox *s, int inside, struct fault *f) {
   return 0;
 }
 
-static int started(int pipe, struct fault *f) {
+// The last steps before exec are taken as a user of the sandbox, who can stop the child there, and aether waits here.
+static int continued(pid_t pid, int *stops) {
+  siginfo_t info = {0};
+  if (waitid(P_PID, (id_t)pid, &info, WSTOPPED | WNOHANG) || !info.si_pid) return 0;
+  return ++*stops > STOPS_MAX || kill(pid, SIGCONT) ? -1 : 0;
+}
+
+static int started(int pipe, pid_t pid, struct fault *f) {
   struct fault said;
   struct pollfd p = {.fd = pipe, .events = POLLIN};
-  int ready;
-  do ready = poll(&p, 1, START_MS);
-  while (ready < 0 && errno == EINTR);
+  int ready, stops = 0, left = START_MS;
+  while ((ready = poll(&p, 1, LOOK_MS)) <= 0 && (left -= LOOK_MS) > 0)
+    if (!ready && continued(pid, &stops)) return fault_set(f, "sandbox_damaged", 0, "a process of the sandbox stops each program before it starts");
   ssize_t n = ready > 0 ? read(pipe, &said, sizeof said) : -1;
   if (!n) return 0;
   if (n != sizeof said) return fault_set(f, "internal", 0, "the program did not start within %d s", START_MS / 1000);
@@ -262,16 +271,18 @@ pid_t sandbox_enter(struct sandbox *s, const struct entry *x, int *pidfd, struct
   if (pipe2(status, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
   struct clone_args a = {.flags = CLONE_PIDFD | CLONE_INTO_CGROUP | CLONE_CLEAR_SIGHAND, .pidfd = (uint64_t)(uintptr_t)&child_fd,
                          .exit_signal = SIGCHLD, .cgroup = (uint64_t)(unsigned)(x->cgroup_fd >= 0 ? x->cgroup_fd : s->cgroup_fd)};
+  if (!x->run) prctl(PR_SET_NAME, "exec", 0, 0, 0);      // what /proc inside shows until exec
   pid_t parent = getpid(), pid = sys_clone3(&a);
   if (!pid) child(s, x, status[1], parent);
   int err = errno;
+  if (!x->run) prctl(PR_SET_NAME, "aether", 0, 0, 0);
   close(status[1]);
   if (pid < 0) {
     close(status[0]);
     if (err == EAGAIN && cgroup_pids_full(s)) return fault_set(f, "pids_limit", err, "the sandbox is at its limit of %u processes", s->spec.pids);
     return fault_host(f, err, "start a process in %s", s->spec.id);
   }
-  int bad = started(status[0], f);
+  int bad = started(status[0], pid, f);
   close(status[0]);
   if (!bad) {
     *pidfd = child_fd;

@@ -15,7 +15,7 @@ ALLOWED = frozenset(
     chown fchown lchown fchownat umask utime utimes utimensat futimesat truncate ftruncate fallocate fadvise64 readahead
     getdents getdents64 fsync fdatasync sync syncfs sync_file_range sendfile splice tee vmsplice copy_file_range
     setxattr lsetxattr fsetxattr getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr removexattr lremovexattr fremovexattr
-    setxattrat getxattrat listxattrat removexattrat file_getattr name_to_handle_at chroot fcntl flock dup dup2 dup3 pipe pipe2 cachestat
+    setxattrat getxattrat listxattrat removexattrat file_getattr name_to_handle_at chroot flock dup dup2 dup3 pipe pipe2 cachestat
 
     poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_wait epoll_wait_old epoll_pwait epoll_pwait2
     eventfd eventfd2 signalfd signalfd4 timerfd_create timerfd_settime timerfd_gettime inotify_init inotify_init1 inotify_add_watch
@@ -119,3 +119,6 @@ IOCTLS_PASSED = {
     "FS_IOC_FIEMAP": 0xC020660B,
 }
 IOCTLS_REFUSED = {"TIOCSTI": 0x5412, "TIOCLINUX": 0x541C, "TIOCCONS": 0x541D, "TIOCSETD": 0x5423}
+
+# fcntl(2). Whoever opens or runs a leased file waits for its holder, up to 45 s: so would the supervisor, which starts commands.
+FCNTL_REFUSED = {"F_SETLEASE": 1024, "F_SETDELEG": 1040}

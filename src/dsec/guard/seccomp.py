@@ -19,7 +19,7 @@ from dsec.guard.bpf import ALLOW, ARCH, ERRNO, JEQ, JGE, JSET, NR, Program, arg,
 
 ARCHITECTURES = {"x86_64": (0xC000003E, pyseccomp.Arch.X86_64), "aarch64": (0xC00000B7, pyseccomp.Arch.AARCH64)}
 X32 = 0x40000000
-JUDGED = ("clone", "clone3", "personality", "socket", "socketpair", "mknod", "mknodat", "ioctl")
+JUDGED = ("clone", "clone3", "personality", "socket", "socketpair", "mknod", "mknodat", "ioctl", "fcntl")
 
 
 class PolicyError(Exception):
@@ -103,6 +103,12 @@ def _judge(made: Program, used: set[str]) -> None:
             made.load(arg(index))
             made.mask(policy.S_IFMT)
             _one_of(made, policy.NODE_TYPES, "eperm")
+
+    made.mark("fcntl")
+    made.load(arg(1))
+    for command in list(policy.FCNTL_REFUSED.values())[:-1]:
+        made.jump(JEQ, command, "eperm", None)
+    made.jump(JEQ, list(policy.FCNTL_REFUSED.values())[-1], "eperm", "allow")
 
     made.mark("ioctl")
     made.load(arg(1))
