@@ -2,14 +2,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
+from tests.unit.api_fake import KEY, api
 
 from dsec.config import Config, load
 from dsec.edge.config import MIB
 from dsec.node import CannotStart, _listen, _listen_unix, _lock, _ready, _tls, api_key, edge_config, main
+from libdsec import DSecClient, DSecContainerRunArgs, errors
 
 
 def config(tmp_path: Path, **flags: str) -> Config:
@@ -77,6 +81,25 @@ def test_a_certificate_that_is_none_is_named(tmp_path: Path) -> None:
     key.write_text("nothing")
     with pytest.raises(CannotStart, match=r"cert\.pem"):
         _tls(Config(tls_cert=str(cert), tls_key=str(key)))
+
+
+async def test_the_api_over_tls(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl: not installed")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*make, *names, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    async with api(tmp_path) as made:
+        sock = _listen(Config(listen="127.0.0.1:0"), tls=True)
+        url = f"https://127.0.0.1:{sock.getsockname()[1]}"
+        await made.server.serve(sock, _tls(Config(tls_cert=str(cert), tls_key=str(key))))
+        async with DSecClient(url, KEY, ca_file=str(cert)) as client:
+            box = await client.run_container(DSecContainerRunArgs(container_image="base", memory_limit_mb=16))
+            assert (await box.exec(["echo", "x" * 3000])).stdout == b"x" * 3000
+        with pytest.raises(errors.ConnectionFailed) as caught:
+            await DSecClient(url, KEY).open()
+        assert caught.value.details["sent"] is False and "certificate" in caught.value.message.lower()
 
 
 def test_it_says_when_it_is_ready(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.api_fake import Api, api
+from tests.unit.api_fake import KEY, Api, api
 
 from dsec.apiserver.pages import describe
 from dsec.apiserver.routes import ROUTES
@@ -141,6 +141,13 @@ async def test_errors_carry_any_detail(served: Api) -> None:
     served.edge.get = odd  # type: ignore[method-assign,assignment]
     status, _, data = await served.call("GET", "/v1/sandboxes/x")
     assert status == 500 and json.loads(data)["details"]["path"] == "/x"
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(served: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.apiserver.request.BODY_TIME", 0.1)
+    head = f"POST /v1/sandboxes HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 100\r\n\r\n{{"
+    answer = await served.raw(head.encode())
+    assert answer.startswith(b"HTTP/1.1 400") and b"did not arrive" in answer
 
 
 async def test_one_that_says_nothing_is_let_go(served: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 BODY_MAX = 2 << 20  # of a body that is decoded
+BODY_TIME = 60.0  # seconds in which it must be there
 WATCH_AFTER = 30.0  # seconds after which a waiting call looks whether its client is still there
 _PARAMS_MAX = 64
 WHOLE = "dsec.whole"  # key of the scope: the server's function for a reply in one write
@@ -166,23 +167,20 @@ class Request:
         declared = self._headers.get(b"content-length")
         if declared is not None and declared.isdigit() and int(declared) > limit:
             raise BodyTooLarge(f"the body has {int(declared)} bytes; this route takes {limit}", limit=limit)
-        message = await self._receive()
-        if message["type"] != "http.request":
-            self._gone = True
-            raise ClientGone
-        data: bytes = message["body"]
-        if not message["more_body"] and len(data) <= limit:
-            return data
-        parts, size = [data], len(data)
-        if message["more_body"]:
-            async for part in self.chunks():
-                size += len(part)
-                if size > limit:
-                    break
-                parts.append(part)
-        if size > limit:
-            raise BodyTooLarge(f"the body is longer than the {limit} bytes that this route takes", limit=limit)
-        return b"".join(parts)
+        try:
+            async with asyncio.timeout(BODY_TIME):
+                return await self._read(limit)
+        except TimeoutError:
+            raise InvalidRequest(f"the body did not arrive within {BODY_TIME:g} s", field="body") from None
+
+    async def _read(self, limit: int) -> bytes:
+        parts, size = [], 0
+        async for part in self.chunks():
+            size += len(part)
+            if size > limit:
+                raise BodyTooLarge(f"the body is longer than the {limit} bytes that this route takes", limit=limit)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def decode(self, kind: Any) -> Any:
         """The body as one of the wire models, from JSON or MessagePack."""
