@@ -68,7 +68,7 @@ dist: $(DEPS) native ## both wheels into dist/
 
 clean: ## what was built, but not the base layers, the tools and the venv
 	@$(MAKE) -s -C native clean
-	@rm -rf dist build/lib build/cache $(STAMPS)/venv-* .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf dist $(STAMPS)/venv-* .pytest_cache .mypy_cache .ruff_cache
 	@find src libdsec tests bench -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## everything that is not in the repository

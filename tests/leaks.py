@@ -2,7 +2,8 @@
 
 Seen on the whole host: mounts (of every mount namespace), cgroups `dsec-*`, processes, namespaces, loop devices, and files in the run's
 temporary directory, /dev/shm, /run and /var/lib. Of processes and namespaces only those count that belong to the run: a mark in the
-environment, the cgroup of one of its nodes, or a directory of the run on the command line; other work on the machine is not ours.
+environment, the cgroup of one of its nodes, or a directory of the run on the command line; other work on the machine is not ours. A new cgroup
+parent counts unless a node that is not of the run uses it.
 """
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class Leaks:
     def left(self) -> list[str]:
         now, before = self._snapshot(), self.before
         found = [f"mount: {m}" for m in sorted(now.mounts - before.mounts)]
-        found += [f"cgroup: {c}" for c in sorted(now.cgroups - before.cgroups) if Path(c).name in self.parents]
+        found += [f"cgroup: {c}" for c in sorted(now.cgroups - before.cgroups) if Path(c).name in self.parents or not _in_use(Path(c).name)]
         for pid, _start in sorted(now.processes - before.processes):
             if self._ours(pid):
                 found.append(f"process: {pid} {_command(pid)}")
@@ -128,6 +129,11 @@ def _read(path: str) -> bytes:
             return f.read()
     except OSError:
         return b""
+
+
+def _in_use(cgroup: str) -> bool:
+    """Some live node made this cgroup parent: its launcher names it. (One of ours that still lives is a process left behind.)"""
+    return any(cgroup.encode() in _read(f"/proc/{pid}/cmdline").split(b"\0") for pid in _pids())
 
 
 def _command(pid: int) -> str:

@@ -205,6 +205,28 @@ def test_up_refuses_and_uninstall_leaves_nothing(tmp_path: Path) -> None:
     assert dsec("uninstall", "--yes").stdout == "nothing is installed\n"
 
 
+@pytest.mark.root
+def test_uninstall_after_a_killed_node_without_sandboxes(tmp_path: Path) -> None:
+    state, run = tmp_path / "state", tmp_path / "run"
+    at = ["--state", str(state), "--run", str(run)]
+
+    def dsec(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([PROGRAM, *args], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=90, check=False)
+
+    started = dsec("up", "--detach", "--listen", "127.0.0.1:0", "--set", "node.medium_size_mb=512", *at)
+    try:
+        assert started.returncode == 0, started.stderr
+        prefix = json.loads((state / "edge.json").read_text())["prefix"]
+        os.kill(json.loads((run / "node.json").read_text())["pid"], 9)
+        time.sleep(0.2)
+    finally:
+        removed = dsec("uninstall", "--yes", *at)
+    assert removed.returncode == 0, removed.stderr
+    assert not state.exists() and not run.exists()
+    assert not list(Path("/sys/fs/cgroup").glob(f"dsec-{prefix}")) and not list(Path("/sys/fs/cgroup").glob(f"*/dsec-{prefix}"))
+    assert dsec("down", *at).stdout == "no node is running\n"
+
+
 def _busybox_tar(work: Path) -> Path:
     tree = work / "bb"
     for name in ("bin", "etc", "proc", "dev", "tmp", "root"):

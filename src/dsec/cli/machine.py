@@ -165,6 +165,7 @@ def uninstall(
         # only a node can end the sandboxes that run on
         up(detach=True, quiet=True, listen="127.0.0.1:0", state=state, run=run, config=config, setting=[])
     down(quiet=True, state=state, run=run, config=config)
+    _remove_cgroups(settings.state / "edge.json")
     for path in mine:
         shutil.rmtree(path)
     settings.key_path.unlink(missing_ok=True)
@@ -173,6 +174,19 @@ def uninstall(
             log.unlink()
     _remove_completion()
     print(f"removed {' and '.join(map(str, mine))}")
+
+
+def _remove_cgroups(edge: Path) -> None:
+    """The empty parents of the sandboxes' cgroups. A node that ends takes them along; one that was killed could not."""
+    try:
+        name = f"dsec-{json.loads(edge.read_text())['prefix']}"
+    except (OSError, ValueError, KeyError):
+        return
+    root = Path("/sys/fs/cgroup")
+    for parent in (root / name, *(tree / name for tree in root.iterdir() if tree.is_dir())):
+        if parent.is_dir():
+            for path in (*(child for child in parent.iterdir() if child.is_dir()), parent):
+                path.rmdir()
 
 
 def _remove_completion() -> None:
