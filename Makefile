@@ -17,8 +17,8 @@ hash = $(shell cat $(1) 2>/dev/null | sha256sum | cut -c1-16)
 APT := $(STAMPS)/apt-$(call hash,scripts/apt-packages.txt scripts/apt-install.sh)
 APT_BENCH := $(STAMPS)/packages-bench-$(call hash,scripts/apt-packages-bench.txt scripts/apt-install.sh)
 DEPS := $(STAMPS)/venv-$(call hash,pyproject.toml libdsec/pyproject.toml)
-TOOLS := $(STAMPS)/tools-$(call hash,scripts/fetch-tools.sh)
-LAYERS := $(STAMPS)/layers-$(call hash,scripts/base-layers.sh)
+TOOLS := $(STAMPS)/tools-$(call hash,scripts/fetch-tools.sh src/dsec/linux/apt.py)
+LAYERS := $(STAMPS)/layers-$(call hash,scripts/base-layers.sh src/dsec/images/bases.py)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore

@@ -98,7 +98,6 @@ void conn_pump_soon(struct conn *c);
 void conns_pump(void);
 int conns_waiting(void);                                   // some connection has work that needs no event
 int conn_flush(struct conn *c, int wait_ms);               // only while the sandbox ends
-void conn_take_fd(struct conn *c);                         // forget it without closing what its helper has
 struct sub *sub_new(struct conn *c, struct command *cmd, uint32_t request, int kind);
 void subs_wake(struct command *cmd);                       // new output, or its end
 struct buf reply_buf(void);                                // a small reply under construction; one at a time

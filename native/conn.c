@@ -289,8 +289,6 @@ void conn_close(struct conn *c) {
   unlink_conn(c);
 }
 
-void conn_take_fd(struct conn *c) { conn_close(c); }     // the helper has a descriptor of its own
-
 // accept -----------------------------------------------------------------------------------------------------------------------------
 
 static void on_listen(struct source *src, uint32_t events) {

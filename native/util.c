@@ -47,12 +47,6 @@ int write_at(int dir, const char *name, const char *text) {
   return err ? -1 : 0;
 }
 
-int write_u64(int dir, const char *name, uint64_t v) {
-  char text[24];
-  snprintf(text, sizeof text, "%llu", (unsigned long long)v);
-  return write_at(dir, name, text);
-}
-
 ssize_t read_at(int dir, const char *name, char *to, size_t cap) {
   int fd = openat(dir, name, O_RDONLY | O_CLOEXEC);
   if (fd < 0) return -1;
@@ -160,12 +154,6 @@ void close_fd(int *fd) {
 void nap_us(unsigned us) {
   struct timespec t = {.tv_sec = us / 1000000, .tv_nsec = (long)(us % 1000000) * 1000};
   nanosleep(&t, NULL);
-}
-
-uint64_t now_ns(clockid_t clock) {
-  struct timespec t;
-  clock_gettime(clock, &t);
-  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 pid_t sys_clone3(struct clone_args *a) { return (pid_t)syscall(SYS_clone3, a, sizeof *a); }

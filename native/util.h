@@ -15,7 +15,6 @@ int fault_set(struct fault *f, const char *code, int err, const char *format, ..
 int fault_host(struct fault *f, int err, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 int write_at(int dir, const char *name, const char *text);                 // open, write, close; 0 or -1
-int write_u64(int dir, const char *name, uint64_t v);
 ssize_t read_at(int dir, const char *name, char *to, size_t cap);          // NUL-terminated; length or -1
 int read_u64(int dir, const char *name, uint64_t *v);                      // the first number of a file
 int read_key(int dir, const char *name, const char *key, uint64_t *v);     // the number behind `key ` at a line's start
@@ -25,7 +24,6 @@ int open_inside(int root, const char *path, int flags);                   // as 
 int remove_all(int dir, const char *name);                                // rm -r, one file system, no link followed
 void close_fd(int *fd);
 void nap_us(unsigned us);
-uint64_t now_ns(clockid_t clock);
 
 pid_t sys_clone3(struct clone_args *a);
 int sys_pidfd_open(pid_t pid);

@@ -19,8 +19,6 @@ from libdsec.errors import InvalidRequest
 from libdsec.wire import FileInfo
 
 LIST_ENTRIES: Final = 100_000  # the default bound of one listing
-LIST_ENTRIES_MAX: Final = 1_000_000
-LIST_DEPTH_MAX: Final = 256
 _REQUEST: Final = 1
 _NS: Final = 1_000_000_000
 

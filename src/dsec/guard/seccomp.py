@@ -18,7 +18,6 @@ from dsec.guard import policy
 from dsec.guard.bpf import ALLOW, ARCH, ERRNO, JEQ, JGE, JSET, NR, Program, arg, tree
 
 ARCHITECTURES = {"x86_64": (0xC000003E, pyseccomp.Arch.X86_64), "aarch64": (0xC00000B7, pyseccomp.Arch.AARCH64)}
-X32 = 0x40000000
 JUDGED = ("clone", "clone3", "personality", "socket", "socketpair", "mknod", "mknodat", "ioctl", "fcntl")
 
 

@@ -1,67 +1,23 @@
-"""Ready base layers: the Debian that demos and benches run in, and a tiny busybox for fast tests."""
+"""The tiny base layer of tests: `python -m dsec.images.bases > busybox.tar`."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
+import sys
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import msgspec
-
-from dsec.images.service import Images
 from dsec.images.tarstream import DIRECTORY, REGULAR, SYMLINK, Entry, encode
 from dsec.linux.tools import Tools
-from libdsec.errors import BuildFailed, LayerNotFound
-from libdsec.wire import LayerInfo, LayerRequest, Progress
-
-BASE_PACKAGES = ["python3", "python3-pytest", "ca-certificates", "procps", "git"]
+from libdsec.errors import BuildFailed
 
 
-async def ensure_base(
-    images: Images,
-    name: str = "base",
-    *,
-    suite: str = "bookworm",
-    include: list[str] | None = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> LayerInfo:
-    """The Debian base layer of this name, built now when there is none (half a minute; needs the machine's Debian archive)."""
-    try:
-        return await images.get(name)
-    except LayerNotFound:
-        request = LayerRequest(name=name, kind="base", debian=suite, include=BASE_PACKAGES if include is None else include)
-        return await _drain(images.build(request), progress)
-
-
-async def build_busybox_layer(images: Images, name: str = "busybox") -> LayerInfo:
-    """A base of one static program (1 MB, built in a fraction of a second). Kept when the name is there already."""
-    try:
-        return await images.get(name)
-    except LayerNotFound:
-        program = await asyncio.to_thread(_static_busybox, images.tools)
-        applets = await asyncio.to_thread(_applets, program)
-        archive = _busybox_archive(program, applets)
-
-        async def stream() -> AsyncIterator[bytes]:
-            yield archive
-
-        return await _drain(images.import_tar(name, "base", stream(), source="busybox-static"), None)
-
-
-async def _drain(lines: AsyncIterator[Progress], progress: Callable[[Progress], None] | None) -> LayerInfo:
-    found: LayerInfo | None = None
-    async for line in lines:
-        if progress is not None:
-            progress(line)
-        if line.result is not None:
-            found = msgspec.convert(line.result, LayerInfo)
-    if found is None:
-        raise BuildFailed("the build ended without a layer")
-    return found
+def busybox_archive(tools: Tools) -> bytes:
+    """A base of one static program (1 MB) as a tar archive. Raises BuildFailed when no busybox can be had."""
+    program = _static_busybox(tools)
+    return _archive(program, _applets(program))
 
 
 def _static_busybox(tools: Tools) -> bytes:
@@ -107,7 +63,7 @@ def _applets(program: bytes) -> list[str]:
         return _call([str(path), "--list-full"], directory).decode().split()
 
 
-def _busybox_archive(program: bytes, applets: list[str]) -> bytes:
+def _archive(program: bytes, applets: list[str]) -> bytes:
     files = {
         b"etc/passwd": b"root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
         b"etc/group": b"root:x:0:\nnogroup:x:65534:\n",
@@ -134,3 +90,7 @@ def _busybox_archive(program: bytes, applets: list[str]) -> bytes:
     entries.append((Entry(b"bin/busybox", REGULAR, mode=0o755, size=len(program)), program))
     entries += [(Entry(name.encode(), SYMLINK, mode=0o777, link=b"/bin/busybox"), b"") for name in applets if not name.endswith("/busybox")]
     return b"".join(encode(entry) + data + bytes(-len(data) % 512) for entry, data in entries) + bytes(1024)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(busybox_archive(Tools()))

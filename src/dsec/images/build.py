@@ -46,7 +46,6 @@ class Source:
 
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
-    warnings_matter: bool = True
 
 
 def directory_source(directory: Path) -> Source:
@@ -139,7 +138,7 @@ class Build:
     def __init__(self, work: Path, tools: Tools, caps: Caps, prefix: str) -> None:
         self.image = work / "image.erofs"
         self.result: dict[str, Any] = {}
-        self._work, self._tools, self._caps, self._prefix = work, tools, caps, prefix
+        self._tools, self._caps, self._prefix = tools, caps, prefix
         self._processes: list[asyncio.subprocess.Process] = []
         self._progress: asyncio.Queue[Progress | None] = asyncio.Queue()
         self._error: dict[str, Any] | None = None
