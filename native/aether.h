@@ -60,13 +60,13 @@ void event(const char *name, const char *command, const char *message);
 void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint32_t request) __attribute__((noreturn));
 
 // conn.c -----------------------------------------------------------------------------------------------------------------------------
-enum sub_kind { SUB_STREAM, SUB_COLLECT, SUB_WAIT, SUB_ATTACH, SUB_LIST, SUB_SESSIONS };
+enum sub_kind { SUB_START, SUB_STREAM, SUB_COLLECT, SUB_WAIT, SUB_ATTACH, SUB_LIST, SUB_SESSIONS };
 struct sub {                           // a reply that takes more than one frame, or has to wait
   struct sub *next, *next_of_command;
   struct conn *conn;
   struct command *cmd;                 // NULL: LIST
   uint32_t request;
-  uint8_t kind, follow;
+  uint8_t kind, follow, announce;      // announce: it waits for STARTED, and a SUB_START for nothing else
   uint64_t at[2];                      // ATTACH: next offset of each stream; LIST: position
 };
 
@@ -100,6 +100,8 @@ int conns_waiting(void);                                   // some connection ha
 int conn_flush(struct conn *c, int wait_ms);               // only while the sandbox ends
 struct sub *sub_new(struct conn *c, struct command *cmd, uint32_t request, int kind);
 void subs_wake(struct command *cmd);                       // new output, or its end
+void subs_started(struct command *cmd);                    // its program runs
+void subs_failed(struct command *cmd, const struct fault *f); // it never will
 struct buf reply_buf(void);                                // a small reply under construction; one at a time
 
 // pump.c: produces what a sub still owes. 1: more at once, 0: nothing now, -1: it is complete
@@ -143,7 +145,8 @@ struct command {
   struct record rec;
   struct log log[2];
   struct channel *chan[2];
-  struct source process, in;           // pidfd; stdin
+  struct source status, process, in;   // of its start; pidfd; stdin
+  struct start start;
   pid_t pid;
   struct conn *feeder;                 // a connection whose STDIN frame waits
   uint64_t started, timeout_ns, deadline, grace, oom_before, pids_before; // CLOCK_MONOTONIC; counters at its start
@@ -177,9 +180,13 @@ int command_group(const struct command *cmd, char name[ID_SIZE + 4]);
 // exec.c -----------------------------------------------------------------------------------------------------------------------------
 int id_valid(const char *id);
 void command_exec(struct conn *c, struct request *r);
+int exec_starting(const struct command *cmd);              // it has not been heard of its program yet
+void exec_tick(struct command *cmd);
+void exec_end(struct command *cmd);                        // the sandbox is dead
 
 // channel.c --------------------------------------------------------------------------------------------------------------------------
-struct channel *channel_new(int fd, int which, int pty);
+struct channel *channel_new(int fd, int which, int pty);  // not read before channel_read
+void channel_read(struct channel *ch);
 void channel_close(struct channel *ch);
 void channel_owe(struct channel *ch);
 void channel_drain(struct channel *ch);                    // what is there now, as far as the reader of a stream takes it

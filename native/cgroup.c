@@ -68,6 +68,8 @@ int cgroup_open(struct fault *f) {
     if (node.v1[i] < 0 && (read_at(AT_FDCWD, path, have, sizeof have) < 0 || !has_word(have, controller[i], ' ')))
       return fault_set(f, "internal", 0, "the %s controller is neither in cgroup v1 nor in %s", controller[i], unified);
   }
+  // so that /proc/<pid>/cgroup of a program that has not yet joined its own pids group names nothing inside
+  if (node.v1[CG_PIDS] >= 0 && write_at(node.v1[CG_PIDS], "tasks", "0")) return fault_host(f, errno, "join the pids cgroup %s", node.cgroup);
   node.v2 = own_directory(unified, f);
   return node.v2 < 0 ? -1 : enable(unified, f);
 }
@@ -186,10 +188,11 @@ int cgroup_remove(const char *id) {
   return err ? -1 : 0;
 }
 
-int cgroup_pids_full(struct sandbox *s) {
+int cgroup_pids_full(struct sandbox *s, int starting) {
   uint64_t now;
   int dir = s->box->v1[CG_PIDS] >= 0 ? s->box->v1[CG_PIDS] : s->cgroup_fd;
-  return s->spec.pids && !read_u64(dir, "pids.current", &now) && now >= s->spec.pids;
+  if (s->box->join[CG_PIDS] < 0) starting = 0;           // they are in the group already
+  return s->spec.pids && !read_u64(dir, "pids.current", &now) && now + (uint64_t)starting >= s->spec.pids;
 }
 
 uint64_t sandbox_oom_kills(struct sandbox *s) {

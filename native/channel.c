@@ -75,7 +75,7 @@ struct channel *channel_of(const struct command *cmd, int which) {
 void channels_resume(const struct command *cmd) {
   for (int i = 0; i < 2; i++) {
     struct channel *ch = channel_of(cmd, i);
-    if (ch && ch->src.fd >= 0) loop_want(&ch->src, EPOLLIN);
+    if (ch) channel_read(ch);
   }
 }
 
@@ -85,8 +85,11 @@ struct channel *channel_new(int fd, int which, int pty) {
   ch->src = (struct source){.on = on_channel, .fd = fd};
   ch->which = which;
   ch->pty = pty;
-  loop_want(&ch->src, EPOLLIN);
   return ch;
+}
+
+void channel_read(struct channel *ch) {
+  if (ch->src.fd >= 0) loop_want(&ch->src, EPOLLIN);
 }
 
 void channel_close(struct channel *ch) {

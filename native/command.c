@@ -44,7 +44,7 @@ static struct command *add(const char *id) {
   if (!cmd) return NULL;
   snprintf(cmd->rec.command, sizeof cmd->rec.command, "%s", id);
   cmd->refs = 1;
-  cmd->process.fd = cmd->in.fd = -1;
+  cmd->status.fd = cmd->process.fd = cmd->in.fd = -1;
   cmd->log[0].fd = cmd->log[1].fd = -1;
   cmd->deadline = NEVER;
   struct command **b = bucket(id);
@@ -113,7 +113,7 @@ int command_group(const struct command *cmd, char name[ID_SIZE + 4]) {
 
 int command_pid(const struct command *cmd) {
   char path[40], text[2048];
-  if (cmd->pid <= 0 || cmd->state != C_RUNNING) return (int)cmd->rec.pid;
+  if (cmd->pid <= 0 || cmd->state != C_RUNNING || exec_starting(cmd)) return (int)cmd->rec.pid;
   snprintf(path, sizeof path, "/proc/%d/status", cmd->pid);
   int fd = open(path, O_RDONLY | O_CLOEXEC);
   if (fd < 0) return 0;
@@ -344,6 +344,11 @@ uint64_t commands_tick(void) {
       else if (due < next) next = due;
     }
     if (cmd->state != C_RUNNING) continue;
+    if (exec_starting(cmd)) {
+      exec_tick(cmd);
+      if (A.now + START_LOOK_MS * MS < next) next = A.now + START_LOOK_MS * MS;
+      if (cmd->state != C_RUNNING || !exec_starting(cmd)) continue;
+    }
     if (cmd->deadline != NEVER) {
       if (A.now >= cmd->deadline) {
         cmd->deadline = A.now + 1000 * MS;               // and again, should a kill have come to nothing
@@ -364,6 +369,7 @@ uint64_t commands_tick(void) {
 void commands_end(int lost) {
   uint64_t until = A.now + 5000 * MS;
   for (struct command *cmd = A.live; cmd; cmd = cmd->next) {
+    if (exec_starting(cmd)) exec_end(cmd);
     if (cmd->state == C_QUEUED || cmd->state == C_RUNNING) {
       if (!cmd->verdict) cmd->verdict = lost ? END_LOST : END_KILLED;
       cmd->forced = cmd->session || cmd->state == C_QUEUED || cmd->process.fd < 0;

@@ -169,6 +169,29 @@ void subs_wake(struct command *cmd) {
   for (struct sub *s = cmd->subs; s; s = s->next_of_command) conn_pump_soon(s->conn);
 }
 
+void subs_started(struct command *cmd) {
+  for (struct sub *s = cmd->subs, *next; s; s = next) {
+    next = s->next_of_command;
+    if (!s->announce) continue;
+    struct conn *c = s->conn;
+    uint32_t request = s->request;
+    s->announce = 0;
+    if (s->kind == SUB_START) sub_drop(s);
+    command_started(c, request, cmd);
+    conn_pump_soon(c);
+    next = cmd->subs;                  // a reply that cannot be sent closes the connection, with all its subs
+  }
+}
+
+void subs_failed(struct command *cmd, const struct fault *f) {
+  while (cmd->subs) {
+    struct conn *c = cmd->subs->conn;
+    uint32_t request = cmd->subs->request;
+    sub_drop(cmd->subs);
+    conn_error(c, request, f->code, f->err, "%s", f->message);
+  }
+}
+
 int conns_waiting(void) { return pumps != NULL; }
 
 static void pump(struct conn *c) {

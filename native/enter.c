@@ -1,29 +1,27 @@
 // The one way into a sandbox: a child of aether that joins its groups and namespaces, takes the user, gives up everything else, and
-// becomes the program (or runs our own code). Nothing it needs on the way is resolved through the sandbox's PATH, shell or libraries.
+// makes the program's process (or runs our own code). Nothing it needs on the way is resolved through the sandbox's PATH, shell or
+// libraries, and nothing of the platform is left when a process appears inside.
 #include <errno.h>
 #include <fcntl.h>
-#include <poll.h>
 #include <sched.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <termios.h>
 #include <unistd.h>
 #include "node.h"
+#include "start.h"
 #include "util.h"
 
-#define START_MS 15000                 // a start that takes longer is stuck: out of memory, or frozen
-#define LOOK_MS 50                     // how often it is looked whether somebody inside stopped it
-#define STOPS_MAX 10                   // so often it is continued
 #define TTY_GROUP 5
 #define FD_HIGH 64                     // descriptors on their way to a fixed number wait above this
+#define STACK 65536                    // of a program's process until exec
 #define ENV_TOTAL (2 * MAX_ENV + 8)
 #define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-static void give_fault(int status, const struct fault *f) {
+static void __attribute__((noreturn)) give_fault(int status, const struct fault *f) {
   ssize_t n = write(status, f, sizeof *f);
   _exit(n == sizeof *f ? 126 : 127);
 }
@@ -139,12 +137,13 @@ static void shell(const struct sandbox *s, const struct entry *x, const struct e
 
 static int join(const struct sandbox *s, const struct entry *x, struct fault *f) {
   for (int i = 0; i < CG_COUNT; i++) {
-    if (s->box->join[i] < 0 || (x->light && i != CG_MEMORY)) continue;
+    // the program joins the pids group itself: this process would count there, too
+    if (s->box->join[i] < 0 || (x->light && i != CG_MEMORY) || (!x->run && i == CG_PIDS)) continue;
     if (write(s->box->join[i], "0", 1) != 1)
       return fault_set(f, errno == ENOMEM ? "no_memory" : "internal", errno, "join the cgroups of %s", s->spec.id);
   }
-  // the pid namespace was chosen by the parent
-  int spaces = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | (s->userns_fd >= 0 ? CLONE_NEWUSER : 0);
+  // the pid namespace is where its children are born
+  int spaces = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | (x->run ? 0 : CLONE_NEWPID) | (s->userns_fd >= 0 ? CLONE_NEWUSER : 0);
   if (setns(s->init_fd, spaces)) return fault_set(f, "internal", errno, "join the namespaces of %s", s->spec.id);
   return 0;
 }
@@ -157,22 +156,23 @@ static int directory(const struct sandbox *s, const struct entry *x, struct faul
                    "the working directory %.120s", cwd);
 }
 
-// Moves the descriptors to their places; all others close at exec, or now when our own code runs.
-static int descriptors(const struct sandbox *s, const struct entry *x, int *status, struct fault *f) {
+static int lift(int *fd, struct fault *f) {
+  if (*fd < 0 || *fd >= FD_HIGH || (*fd = fcntl(*fd, F_DUPFD_CLOEXEC, FD_HIGH)) >= 0) return 0;
+  return fault_set(f, "internal", errno, "move a descriptor");
+}
+
+// Moves the descriptors to their places; all others close at exec, or now when our own code runs. status and pids stay open until then.
+static int descriptors(const struct sandbox *s, const struct entry *x, int *status, int *pids, struct fault *f) {
   int from[4] = {x->in, x->out, x->err, x->ctl}, to[4] = {0, 1, 2, x->ctl_as}, n = x->ctl >= 0 ? 4 : 3;
-  for (int i = 0; i < 3; i++)
+  if (lift(status, f) || (x->ctl >= 0 && lift(pids, f))) return -1;
+  for (int i = 0; i < n; i++) {        // none may be overwritten before it was moved
     if (from[i] < 0) from[i] = s->box->null;
-  if (*status < FD_HIGH && (*status = fcntl(*status, F_DUPFD_CLOEXEC, FD_HIGH)) < 0) return fault_set(f, "internal", errno, "move a descriptor");
-  for (int i = 0; i < n; i++)          // none may be overwritten before it was moved
-    if (from[i] < FD_HIGH && (from[i] = fcntl(from[i], F_DUPFD_CLOEXEC, FD_HIGH)) < 0) return fault_set(f, "internal", errno, "move a descriptor");
-  if (!x->run) {
-    if (close_range(3, ~0u, CLOSE_RANGE_CLOEXEC)) return fault_set(f, "internal", errno, "close the descriptors");
-    for (int i = 0; i < n; i++)
-      if (dup2(from[i], to[i]) < 0) return fault_set(f, "internal", errno, "place descriptor %d", to[i]);
-    return 0;
+    if (lift(&from[i], f)) return -1;
   }
-  for (int i = 0; i < 3; i++)
+  if (!x->run && close_range(3, ~0u, CLOSE_RANGE_CLOEXEC)) return fault_set(f, "internal", errno, "close the descriptors");
+  for (int i = 0; i < n; i++)
     if (dup2(from[i], to[i]) < 0) return fault_set(f, "internal", errno, "place descriptor %d", to[i]);
+  if (!x->run) return 0;
   int low = *status < x->keep ? *status : x->keep, high = *status < x->keep ? x->keep : *status;
   if (low < 3) low = 2;                // nothing is kept but the status pipe
   if ((low > 3 && close_range(3, (unsigned)low - 1, 0)) || (high > low + 1 && close_range((unsigned)low + 1, (unsigned)high - 1, 0)) ||
@@ -189,107 +189,87 @@ static int limits(const struct sandbox *s, struct fault *f) {
   return setrlimit(RLIMIT_NOFILE, &files) ? fault_set(f, "internal", errno, "limit open files") : 0;
 }
 
-static void __attribute__((noreturn)) child(struct sandbox *s, const struct entry *x, int status, pid_t parent) {
+// Our own code: it dies with aether; nothing else would end it.
+static void __attribute__((noreturn)) own(const struct entry *x, int status, pid_t parent) {
+  struct fault f = {0};
+  start_forget();
+  if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) || getppid() != parent) _exit(127);
+  if (filter_load(&node.filter)) {
+    fault_set(&f, "internal", errno, "load the system call filter");
+    give_fault(status, &f);
+  }
+  close(status);
+  x->run(x->arg);
+  _exit(0);
+}
+
+struct program { const struct sandbox *s; const struct entry *x; const struct environment *e; int status, pids; };
+
+// The program's process. Until exec it shares the memory of the first one, which waits for that; nobody inside may look into it.
+static int second(void *arg) {
+  const struct program *p = arg;
+  const struct entry *x = p->x;
+  struct fault f = {0};
+  if (p->pids >= 0 && write(p->pids, "0", 1) != 1) fault_set(&f, "internal", errno, "join the pids cgroup of %s", p->s->spec.id);
+  else if (setsid() < 0 || (x->tty && ioctl(0, TIOCSCTTY, 0))) fault_set(&f, "internal", errno, "take the terminal");
+  else if (filter_load(&node.filter)) fault_set(&f, "internal", errno, "load the system call filter");
+  else if (x->shell_text) shell(p->s, x, p->e, &f);
+  else program(x, p->e, &f);
+  give_fault(p->status, &f);
+}
+
+static void __attribute__((noreturn)) first(struct sandbox *s, const struct entry *x, pid_t *pid, int status, pid_t parent) {
   static struct account a;
   static struct environment e;
+  static char stack[STACK] __attribute__((aligned(16)));
   struct fault f = {0};
+  int pids = x->run ? -1 : s->box->join[CG_PIDS];
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, NULL);
+  memset(node.title, 0, node.title_size);                // what /proc inside would show of us until exec
+  memcpy(node.title, "exec", 5);
+  prctl(PR_SET_NAME, "exec", 0, 0, 0);
   const char *user = x->user && *x->user ? x->user : s->spec.user;
   if (account_find(s->box->root, user, s->userns_fd >= 0, &a, &f)) give_fault(status, &f);
   if (x->tty && fchown(x->in, s->spec.uid_base + a.uid, s->spec.uid_base + TTY_GROUP)) {
     fault_set(&f, "internal", errno, "hand the terminal to %s", a.name);
     give_fault(status, &f);
   }
-  if (join(s, x, &f)) give_fault(status, &f);
-  setsid();
-  if (x->tty && ioctl(x->in, TIOCSCTTY, 0)) {
-    fault_set(&f, "internal", errno, "take the terminal");
+  if (join(s, x, &f) || privilege_cut(&a, 0, &f) || directory(s, x, &f)) give_fault(status, &f);
+  umask(022);
+  if (descriptors(s, x, &status, &pids, &f) || limits(s, &f)) give_fault(status, &f); // in this order: aether holds more files than a sandbox may
+  prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+  if (x->run) own(x, status, parent);
+  environment(&e, s, x, &a);
+  struct program p = {s, x, &e, status, pids};
+  if (clone(second, stack + STACK, CLONE_PARENT | CLONE_VM | CLONE_VFORK | CLONE_PARENT_SETTID, &p, pid) < 0) {
+    int err = errno;
+    if (err == EAGAIN) fault_set(&f, "pids_limit", err, "the sandbox is at its limit of %u processes", s->spec.pids);
+    else fault_host(&f, err, "start a process in %s", s->spec.id);
     give_fault(status, &f);
   }
-  if (privilege_cut(&a, 0, &f) || directory(s, x, &f)) give_fault(status, &f);
-  umask(022);
-  if (descriptors(s, x, &status, &f) || limits(s, &f)) give_fault(status, &f); // in this order: aether holds more files than a sandbox may
-  prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);  // until exec nobody inside may look into this process
-  if (x->run) {
-    // our own code dies with aether; nothing else would end it
-    if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) || getppid() != parent) _exit(127);
-    if (filter_load(&node.filter)) {
-      fault_set(&f, "internal", errno, "load the system call filter");
-      give_fault(status, &f);
-    }
-    close(status);
-    x->run(x->arg);
-    _exit(0);
-  }
-  environment(&e, s, x, &a);
-  if (filter_load(&node.filter)) fault_set(&f, "internal", errno, "load the system call filter");
-  else if (x->shell_text) shell(s, x, &e, &f);
-  else program(x, &e, &f);
-  give_fault(status, &f);
-  __builtin_unreachable();
+  close(status);                       // which tells aether, before this memory is given back
+  _exit(0);
 }
 
-// ---- the parent -----------------------------------------------------------------------------------------------------------------------
-
-// Children are born in the sandbox's pid namespace, or, when our own code runs, in the host's, where nobody inside can see them.
-static int birthplace(struct sandbox *s, int inside, struct fault *f) {
-  if (s->box->pid_ns_inside == inside) return 0;
-  if (setns(inside ? s->init_fd : s->hostpid_fd, CLONE_NEWPID)) return fault_set(f, "internal", errno, "choose a pid namespace");
-  s->box->pid_ns_inside = inside;
-  return 0;
-}
-
-// The last steps before exec are taken as a user of the sandbox, who can stop the child there, and aether waits here.
-static int continued(pid_t pid, int *stops) {
-  siginfo_t info = {0};
-  if (waitid(P_PID, (id_t)pid, &info, WSTOPPED | WNOHANG) || !info.si_pid) return 0;
-  return ++*stops > STOPS_MAX || kill(pid, SIGCONT) ? -1 : 0;
-}
-
-static int started(int pipe, pid_t pid, struct fault *f) {
-  struct fault said;
-  struct pollfd p = {.fd = pipe, .events = POLLIN};
-  int ready, stops = 0, left = START_MS;
-  while ((ready = poll(&p, 1, LOOK_MS)) <= 0 && (left -= LOOK_MS) > 0)
-    if (!ready && continued(pid, &stops)) return fault_set(f, "sandbox_damaged", 0, "a process of the sandbox stops each program before it starts");
-  ssize_t n = ready > 0 ? read(pipe, &said, sizeof said) : -1;
-  if (!n) return 0;
-  if (n != sizeof said) return fault_set(f, "internal", 0, "the program did not start within %d s", START_MS / 1000);
-  *f = said;
-  return -1;
-}
-
-pid_t sandbox_enter(struct sandbox *s, const struct entry *x, int *pidfd, struct fault *f) {
-  int status[2], child_fd = -1;
+int sandbox_enter(struct sandbox *s, const struct entry *x, struct start *st, struct fault *f) {
+  int status;
   *f = (struct fault){0};
-  *pidfd = -1;
+  starts_reap();
   if (!x->run && !x->shell_text && (!x->argv || !x->argv[0])) return fault_set(f, "invalid_request", 0, "there is no program to run");
-  if (!x->light && cgroup_pids_full(s)) return fault_set(f, "pids_limit", 0, "the sandbox is at its limit of %u processes", s->spec.pids);
-  if (birthplace(s, !x->run, f)) return -1;
-  if (pipe2(status, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
-  struct clone_args a = {.flags = CLONE_PIDFD | CLONE_INTO_CGROUP | CLONE_CLEAR_SIGHAND, .pidfd = (uint64_t)(uintptr_t)&child_fd,
+  if (!x->light && cgroup_pids_full(s, starts_under_way()))
+    return fault_set(f, "pids_limit", 0, "the sandbox is at its limit of %u processes", s->spec.pids);
+  if (start_open(st, &status, f)) return -1;
+  struct clone_args a = {.flags = CLONE_PIDFD | CLONE_INTO_CGROUP | CLONE_CLEAR_SIGHAND, .pidfd = (uint64_t)(uintptr_t)&st->pidfd,
                          .exit_signal = SIGCHLD, .cgroup = (uint64_t)(unsigned)(x->cgroup_fd >= 0 ? x->cgroup_fd : s->cgroup_fd)};
-  if (!x->run) prctl(PR_SET_NAME, "exec", 0, 0, 0);      // what /proc inside shows until exec
-  pid_t parent = getpid(), pid = sys_clone3(&a);
-  if (!pid) child(s, x, status[1], parent);
+  pid_t parent = getpid();
+  st->pid = sys_clone3(&a);
+  if (!st->pid) first(s, x, start_second(st), status, parent);
   int err = errno;
-  if (!x->run) prctl(PR_SET_NAME, "aether", 0, 0, 0);
-  close(status[1]);
-  if (pid < 0) {
-    close(status[0]);
-    if (err == EAGAIN && cgroup_pids_full(s)) return fault_set(f, "pids_limit", err, "the sandbox is at its limit of %u processes", s->spec.pids);
-    return fault_host(f, err, "start a process in %s", s->spec.id);
-  }
-  int bad = started(status[0], pid, f);
-  close(status[0]);
-  if (!bad) {
-    *pidfd = child_fd;
-    return pid;
-  }
-  sys_pidfd_kill(child_fd, SIGKILL);
-  while (waitpid(pid, NULL, 0) < 0 && errno == EINTR) {}
-  close(child_fd);
-  return -1;
+  close(status);
+  if (st->pid > 0) return 0;
+  start_cancel(st);
+  if (err == EAGAIN && cgroup_pids_full(s, 0)) return fault_set(f, "pids_limit", err, "the sandbox is at its limit of %u processes", s->spec.pids);
+  return fault_host(f, err, "start a process in %s", s->spec.id);
 }

@@ -4,9 +4,12 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <unistd.h>
+#include "util.h"
 
 #define MIN_RUNNING 64
+#define START_NS (60000 * MS)
 
 // Command ids and session names: lower case letters, digits and dashes, so that they are file and cgroup names as they are.
 int id_valid(const char *id) {
@@ -64,37 +67,40 @@ static int make_ends(struct request *r, struct ends *e, struct fault *f) {
   return 0;
 }
 
+static void on_status(struct source *src, uint32_t events);
+
+// Begins it. Its subs hear later how it went.
 static int start(struct command *cmd, struct request *r, struct fault *f) {
   struct ends e = {{-1, -1}, {-1, -1}, {-1, -1}};
   char name[ID_SIZE + 4];
-  int group = -1, pidfd = -1, failed = -1;
+  int group = -1, failed = -1;
   cmd->pty = r->flags & X_PTY ? 1 : 0;
   if (make_ends(r, &e, f)) goto out;
   command_group(cmd, name);
   if ((group = group_make(name, f)) < 0) goto out;
   cmd->group = 1;
+  for (int i = 0; i < 2; i++) {
+    int *fds = i ? e.err : e.out;
+    if (fds[0] < 0) continue;
+    if (!(cmd->chan[i] = channel_new(fds[0], i, cmd->pty))) {
+      errno = ENOMEM;
+      fault(f, "prepare the command's output");
+      goto out;
+    }
+    cmd->chan[i]->cmd = cmd;
+    fds[0] = -1;
+  }
   struct entry entry = {
     .argv = r->shell ? NULL : r->argv, .env = r->envc ? r->env : NULL, .shell_text = r->shell, .cwd = r->cwd, .user = r->user,
     .in = cmd->pty ? e.out[1] : e.in[0], .out = e.out[1], .err = e.err[1] >= 0 ? e.err[1] : e.out[1], .tty = cmd->pty,
     .ctl = -1, .cgroup_fd = group, .keep = -1,
   };
   command_begin(cmd);
-  cmd->pid = sandbox_enter(A.s, &entry, &pidfd, f);
-  if (cmd->pid < 0) goto out;
-  for (int i = 0; i < 2; i++) {
-    int *fds = i ? e.err : e.out;
-    if (fds[0] < 0) continue;
-    if (!(cmd->chan[i] = channel_new(fds[0], i, cmd->pty))) {
-      // out of memory here: the command cannot be supervised, so it is not left running
-      errno = ENOMEM;
-      fault(f, "prepare the command's output");
-      group_kill(name);
-      break;
-    }
-    cmd->chan[i]->cmd = cmd;
-    fds[0] = -1;
-  }
-  command_watch(cmd, pidfd);
+  if (sandbox_enter(A.s, &entry, &cmd->start, f)) goto out;
+  cmd->pid = cmd->start.pid;
+  cmd->status = (struct source){.on = on_status, .fd = cmd->start.status};
+  loop_want(&cmd->status, EPOLLIN);
+  timer_want(A.now + START_LOOK_MS * MS);
   if (e.in[1] >= 0) { stdin_open(cmd, e.in[1]); e.in[1] = -1; }
   failed = 0;
 out:
@@ -105,15 +111,53 @@ out:
   return failed;
 }
 
+int exec_starting(const struct command *cmd) { return cmd->status.fd >= 0; }
+
+static void never_ran(struct command *cmd, const struct fault *f) {
+  loop_close(&cmd->status);
+  subs_failed(cmd, f);
+  command_discard(cmd);
+}
+
+static void on_status(struct source *src, uint32_t events) {
+  (void)events;
+  struct command *cmd = OWNER(src, struct command, status);
+  struct fault f = {0};
+  int pidfd = -1;
+  if (start_done(&cmd->start, &cmd->pid, &pidfd, &f)) { never_ran(cmd, &f); return; }
+  loop_close(src);
+  command_watch(cmd, pidfd);
+  subs_started(cmd);
+  channels_resume(cmd);
+}
+
+// A program may be slow to load, and whatever can be asked of a running one can be asked of it; but it does not start for ever.
+void exec_tick(struct command *cmd) {
+  struct fault f = {0};
+  if (A.now - cmd->started > START_NS) fault_set(&f, "internal", 0, "the program did not start within %llu s", START_NS / 1000000000ull);
+  else if (!start_look(&cmd->start, &f)) return;
+  start_abandon(&cmd->start);
+  never_ran(cmd, &f);
+}
+
+void exec_end(struct command *cmd) {
+  loop_close(&cmd->status);
+  start_abandon(&cmd->start);
+  subs_started(cmd);                   // whose end follows
+}
+
 // A repeated id: the same definition attaches to what is there, another one is an error. It never runs again.
 static void again(struct conn *c, struct request *r, struct command *cmd) {
   if (cmd->definition != r->definition)
     conn_error(c, r->id, "command_exists", 0, "command %s exists with another definition", r->command);
   else if (r->flags & X_COLLECT) sub_new(c, cmd, r->id, SUB_COLLECT);
   else {
-    command_started(c, r->id, cmd);
-    struct sub *s = r->flags & X_STREAM && !c->closed ? sub_new(c, cmd, r->id, SUB_ATTACH) : NULL;
+    struct sub *s = NULL;
+    if (!exec_starting(cmd)) command_started(c, r->id, cmd);
+    if (r->flags & X_STREAM) s = c->closed ? NULL : sub_new(c, cmd, r->id, SUB_ATTACH);
+    else if (exec_starting(cmd)) s = sub_new(c, cmd, r->id, SUB_START);
     if (s) s->follow = 1;
+    if (s && exec_starting(cmd)) s->announce = 1;
   }
   if (!c->closed) conn_pump_soon(c);
   command_unref(cmd);
@@ -162,8 +206,10 @@ void command_exec(struct conn *c, struct request *r) {
     if (!r->session) conn_error(c, r->id, f.code, f.err, "%s", f.message);
     command_discard(cmd);
   } else {
-    if (!(r->flags & X_COLLECT)) command_started(c, r->id, cmd);
-    if (!c->closed && r->flags & (X_COLLECT | X_STREAM)) sub_new(c, cmd, r->id, r->flags & X_STREAM ? SUB_STREAM : SUB_COLLECT);
+    int kind = r->flags & X_STREAM ? SUB_STREAM : r->flags & X_COLLECT ? SUB_COLLECT : SUB_START;
+    if (kind != SUB_COLLECT && !exec_starting(cmd)) command_started(c, r->id, cmd); // it waits in a session
+    struct sub *s = c->closed || (kind == SUB_START && !exec_starting(cmd)) ? NULL : sub_new(c, cmd, r->id, kind);
+    if (s) s->announce = kind != SUB_COLLECT && exec_starting(cmd);
     if (!c->closed && cmd->state == C_ENDED) conn_pump_soon(c);
   }
   command_unref(cmd);

@@ -51,7 +51,7 @@ void helper_start(struct conn *c, uint32_t request, const uint8_t *payload, size
   int pidfd = -1;
   refresh();
   if (set_blocking(c->src.fd, 1)) { free(h); conn_close(c); return; }
-  h->pid = sandbox_enter(A.s, &entry, &pidfd, &f);
+  h->pid = sandbox_enter_now(A.s, &entry, &pidfd, &f);
   if (h->pid < 0) {
     free(h);
     set_blocking(c->src.fd, 0);

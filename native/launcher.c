@@ -212,6 +212,8 @@ int launcher_main(int argc, char **argv) {
                                           {"seccomp", 1, NULL, 'f'}, {"join", 1, NULL, 'j'}, {0}};
   const char *filter = NULL;
   pid_t join = 0;
+  node.title = argv[0];
+  node.title_size = (size_t)(argv[argc - 1] + strlen(argv[argc - 1]) - argv[0]);
   optind = 2;
   for (int o; (o = getopt_long(argc, argv, "", options, NULL)) > 0;) switch (o) {
     case 'r': node.run = optarg; break;

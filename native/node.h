@@ -18,6 +18,8 @@ enum { CG_MEMORY, CG_PIDS, CG_CPU, CG_COUNT };
 
 struct node {
   const char *run, *state, *cgroup;
+  char *title;                         // the launcher's arguments, which /proc shows
+  size_t title_size;
   int control;                         // socket to the edge
   int host_ns, own_ns;                 // mount namespaces: the host's, ours
   int init_fd;                         // sealed memfd with the program of PID 1
@@ -33,7 +35,6 @@ struct box {
   int volume;                          // own subvolume, -1: memory medium
   char qgroup[32];                     // its quota group in /sys
   int devpts, root, null;              // devpts mount, root directory (O_PATH), /dev/null as the sandbox sees it
-  int pid_ns_inside;                   // children of this process are born in the sandbox's pid namespace
 };
 
 // cgroup.c
@@ -42,7 +43,7 @@ int cgroup_make(struct sandbox *s, struct fault *f);
 void cgroup_kill(int v2);
 int cgroup_remove(const char *id);                                    // kills what is left in them, then removes; 0, or -1 and errno
 void cgroup_usage(struct sandbox *s, struct usage *u);
-int cgroup_pids_full(struct sandbox *s);
+int cgroup_pids_full(struct sandbox *s, int starting);                // with so many that will join
 
 // medium.c, loop.c
 int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char *const *keep, int nkeep, struct fault *f);

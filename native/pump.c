@@ -163,6 +163,7 @@ static int sessions(struct sub *s) {
 }
 
 int sub_pump(struct sub *s) {
+  if (s->announce) return 0;
   switch (s->kind) {
     case SUB_LIST: return list(s);
     case SUB_SESSIONS: return sessions(s);

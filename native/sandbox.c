@@ -127,7 +127,7 @@ static int start_init(struct sandbox *s, struct fault *f) {
 }
 
 int sandbox_create(struct sandbox *s, const struct spec *spec, int userns, struct fault *f) {
-  *s = (struct sandbox){.spec = *spec, .init_fd = -1, .listen_fd = -1, .userns_fd = userns, .hostpid_fd = -1, .cgroup_fd = -1, .oom_fd = -1,
+  *s = (struct sandbox){.spec = *spec, .init_fd = -1, .listen_fd = -1, .userns_fd = userns, .cgroup_fd = -1, .oom_fd = -1,
                         .devpts_fd = -1, .box = &box};
   box = (struct box){.volume = -1, .devpts = -1, .root = -1, .null = -1};
   for (int i = 0; i < CG_COUNT; i++) box.v1[i] = box.join[i] = -1;
@@ -142,12 +142,6 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, int userns, struc
       make_devpts(s, f) || start_init(s, f))
     goto undo;
   s->devpts_fd = box.devpts;
-  s->hostpid_fd = open("/proc/self/ns/pid", O_RDONLY | O_CLOEXEC);
-  if (s->hostpid_fd < 0 || setns(s->init_fd, CLONE_NEWPID)) {
-    fault_host(f, errno, "hold the pid namespaces of %s", s->spec.id);
-    goto undo;
-  }
-  box.pid_ns_inside = 1;
   return 0;
 undo:
   sandbox_kill(s);

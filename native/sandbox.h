@@ -27,7 +27,7 @@ struct sandbox {
   pid_t init;                          // PID 1 as the host sees it
   int init_fd;                         // its pidfd: readable when it died
   int listen_fd;                       // RUN/<id>/aether.sock, listening (non-blocking) since before anything else was made
-  int userns_fd, hostpid_fd, cgroup_fd;// cgroup_fd: the sandbox's v2 directory
+  int userns_fd, cgroup_fd;            // cgroup_fd: the sandbox's v2 directory
   int devpts_fd;                       // its devpts mount, for PTYs
   int oom_fd;                          // readable on an OOM kill inside (v1 eventfd, v2 inotify), -1 without a memory controller
   int has_shell;                       // /bin/sh was executable when it was made
@@ -49,8 +49,9 @@ uint64_t sandbox_oom_kills(struct sandbox *s);
 uint64_t sandbox_pids_hits(struct sandbox *s);
 int sandbox_disk_full(struct sandbox *s);   // the writable layer is at its quota (within one block group of slack), by ioctl or statfs
 
-// What enters the sandbox. The child joins its namespaces and cgroups, takes the user, drops capabilities, loads seccomp, then
-// execs argv, or calls run(arg) (our code, with the sandbox's rights, NOT in its pid namespace, invisible inside).
+// What enters the sandbox: a child of ours joins its namespaces and cgroups, takes the user, drops capabilities, then either a second
+// child, born inside, loads seccomp and execs argv; or the first one loads seccomp and calls run(arg): our code, with the sandbox's
+// rights, NOT in its pid namespace, invisible inside.
 struct entry {
   const char *const *argv, *const *env;     // env: this call's NAME=value (NULL: none); wins over spec.env, which wins over the
                                             // defaults of HOME, USER, LOGNAME, PATH, HOSTNAME (and TERM for a tty)
@@ -65,9 +66,22 @@ struct entry {
   void (*run)(void *arg); void *arg;
   int keep;                                 // one more descriptor that run() may use, -1: none
 };
-// pid of the child (its pidfd in *pidfd), or -1 with f: cwd_not_found, permission_denied (cwd), binary_not_found, not_executable, user_not_found,
-// pids_limit, sandbox_damaged (there was a shell when the sandbox was made and now it cannot be run), no_memory, internal.
-pid_t sandbox_enter(struct sandbox *s, const struct entry *e, int *pidfd, struct fault *f);
+
+struct start {                              // a process on its way in
+  pid_t pid;                                // of the first one
+  int pidfd, status;                        // status is readable or hangs up when it is in or failed; the caller's to close
+  int slot, stops;
+};
+#define START_LOOK_MS 50                    // how often start_look is due
+
+// The codes of f: cwd_not_found, permission_denied (cwd), binary_not_found, not_executable, user_not_found, pids_limit, sandbox_damaged
+// (there was a shell when the sandbox was made and now it cannot be run), no_memory, resource_exhausted, internal.
+int sandbox_enter(struct sandbox *s, const struct entry *e, struct start *st, struct fault *f); // 0: under way
+int start_done(struct start *st, pid_t *pid, int *pidfd, struct fault *f); // 0: in; a process that died on its way is in, and dead
+int start_look(struct start *st, struct fault *f);                         // -1: it shall be abandoned
+void start_abandon(struct start *st);
+int starts_reap(void);                                                     // what starts left behind; how many are still there
+pid_t sandbox_enter_now(struct sandbox *s, const struct entry *e, int *pidfd, struct fault *f); // all of that, waiting
 int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault *f); // master descriptor
 int sandbox_shell_replaced(struct sandbox *s); // /bin/sh or /bin/bash is no longer the file it was at the start
 

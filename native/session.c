@@ -236,10 +236,10 @@ static int open_shell(struct session *z, struct fault *f) {
   z->group = 1;
   struct entry e = {.argv = A.s->bash.ino ? bash : sh, .env = (const char *const *)z->env, .cwd = z->cwd, .user = z->user,
                     .in = fds[0][0], .out = fds[1][1], .err = fds[2][1], .ctl = fds[3][1], .ctl_as = CONTROL, .cgroup_fd = group, .keep = -1};
-  z->pid = sandbox_enter(A.s, &e, &pidfd, f);
+  z->pid = sandbox_enter_now(A.s, &e, &pidfd, f);
   if (z->pid < 0) {
     z->pid = 0;
-    if (!strcmp(f->code, "not_found") || !strcmp(f->code, "not_executable")) f->code = "sandbox_damaged";
+    if (!strcmp(f->code, "binary_not_found") || !strcmp(f->code, "not_executable")) f->code = "sandbox_damaged";
     group_drop(group_of(z));
     z->group = 0;
     goto out;
@@ -253,6 +253,7 @@ static int open_shell(struct session *z, struct fault *f) {
   for (int i = 0; i < 2; i++) {
     if (!(z->chan[i] = channel_new(fds[1 + i][0], i, 0))) { errno = ENOMEM; pipe_fault(f, z); group_kill(group_of(z)); goto out; }
     z->chan[i]->session = z;
+    channel_read(z->chan[i]);
     fds[1 + i][0] = -1;
   }
   z->said_n = 0;

@@ -178,7 +178,7 @@ static void tick(void) {
   uint64_t next = commands_tick();
   next = least(next, sessions_tick());
   next = least(next, helpers_tick());
-  if (groups_sweep()) next = least(next, A.now + 1000 * MS);
+  if (groups_sweep() | starts_reap()) next = least(next, A.now + 1000 * MS);
   next = least(next, lease_tick());
   if (next != NEVER) timer_want(next < A.now + MS ? A.now + MS : next);
 }

@@ -22,8 +22,8 @@ uint64_t sandbox_oom_kills(struct sandbox *s) { (void)s; return 0; }
 uint64_t sandbox_pids_hits(struct sandbox *s) { (void)s; return 0; }
 int sandbox_disk_full(struct sandbox *s) { (void)s; return 0; }
 int sandbox_shell_replaced(struct sandbox *s) { (void)s; return 0; }
-pid_t sandbox_enter(struct sandbox *s, const struct entry *e, int *pidfd, struct fault *f) {
-  (void)s; (void)pidfd;
+int sandbox_enter(struct sandbox *s, const struct entry *e, struct start *st, struct fault *f) {
+  (void)s; (void)st;
   if (e->argv) for (const char *const *p = e->argv; *p; p++) (void)strlen(*p);   // every text must be one
   if (e->env) for (const char *const *p = e->env; *p; p++) (void)strlen(*p);
   *f = (struct fault){.code = "internal", .message = "nothing enters"};

@@ -1,6 +1,6 @@
 // sandbox.h on the plain host, without namespaces: fork and exec. For unit tests and sanitizers, which need no root; with root and a v2
 // tree the commands get real cgroups, so that kills reach whole trees.
-#include "../sandbox.h"
+#include "../start.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
@@ -80,14 +80,21 @@ uint64_t sandbox_pids_hits(struct sandbox *s) { (void)s; return host->pids_hits;
 int sandbox_disk_full(struct sandbox *s) { (void)s; return host->disk_full; }
 int sandbox_shell_replaced(struct sandbox *s) { (void)s; return host->replaced; }
 
-static void child(const struct entry *e, int report) {
-  int err = 0, in = e->in >= 0 ? e->in : open("/dev/null", O_RDONLY), out = e->out, errfd = e->err;
+static void __attribute__((noreturn)) fail(int status, const char *code, const char *what) {
+  struct fault f = {.code = code, .err = errno};
+  snprintf(f.message, sizeof f.message, "%s: %s", what, strerror(errno));
+  (void)!write(status, &f, sizeof f);
+  _exit(127);
+}
+
+static void __attribute__((noreturn)) child(const struct entry *e, int status) {
+  int in = e->in >= 0 ? e->in : open("/dev/null", O_RDONLY), out = e->out, errfd = e->err;
   if (*host_group) {
     int fd = openat(e->cgroup_fd, "cgroup.procs", O_WRONLY);
-    if (fd < 0 || write(fd, "0", 1) != 1) { err = errno; goto bad; }
+    if (fd < 0 || write(fd, "0", 1) != 1) fail(status, "internal", "cgroup.procs");
     close(fd);
   }
-  if (e->run) { e->run(e->arg); _exit(0); }
+  if (e->run) { close(status); e->run(e->arg); _exit(0); }
   setsid();
   if (e->tty) ioctl(e->in, TIOCSCTTY, 0);
   if (out < 0) out = open("/dev/null", O_WRONLY);
@@ -98,38 +105,27 @@ static void child(const struct entry *e, int report) {
   dup2(errfd, 2);
   if (e->ctl >= 0) {
     if (e->ctl == e->ctl_as) fcntl(e->ctl, F_SETFD, 0);
-    else { if (report == e->ctl_as) report = fcntl(report, F_DUPFD_CLOEXEC, 20); dup2(e->ctl, e->ctl_as); }
+    else { if (status == e->ctl_as) status = fcntl(status, F_DUPFD_CLOEXEC, 20); dup2(e->ctl, e->ctl_as); }
   }
-  if (e->cwd && chdir(e->cwd)) { err = errno; (void)!write(report, "c", 1); goto bad; }
+  if (e->cwd && chdir(e->cwd)) fail(status, "cwd_not_found", e->cwd);
   for (const char *const *v = e->env; v && *v; v++) putenv((char *)*v);
   const char *shell[] = {"bash", "-c", e->shell_text, NULL};
-  execvp(e->shell_text ? shell[0] : e->argv[0], (char *const *)(e->shell_text ? shell : e->argv));
-  err = errno;
-  (void)!write(report, "x", 1);
-bad:
-  (void)!write(report, &err, sizeof err);
-  _exit(127);
+  const char *const *argv = e->shell_text ? shell : e->argv;
+  execvp(argv[0], (char *const *)argv);
+  fail(status, errno == ENOENT ? "binary_not_found" : "not_executable", argv[0]);
 }
 
-pid_t sandbox_enter(struct sandbox *s, const struct entry *e, int *pidfd, struct fault *f) {
+int sandbox_enter(struct sandbox *s, const struct entry *e, struct start *st, struct fault *f) {
   (void)s;
-  int report[2], err = 0;
-  char where = 0;
-  if (pipe2(report, O_CLOEXEC)) abort();
-  pid_t pid = fork();
-  if (!pid) child(e, report[1]);
-  close(report[1]);
-  if (!e->run && read(report[0], &where, 1) == 1 && read(report[0], &err, sizeof err) > 0) {
-    close(report[0]);
-    waitpid(pid, NULL, 0);
-    *f = (struct fault){.code = where == 'c' ? "cwd_not_found" : err == ENOENT ? "not_found" : "not_executable", .err = err};
-    snprintf(f->message, sizeof f->message, "%s: %s", where == 'c' ? e->cwd : e->argv ? e->argv[0] : "bash", strerror(err));
-    return -1;
-  }
-  close(report[0]);
-  *pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
-  fcntl(*pidfd, F_SETFD, FD_CLOEXEC);
-  return pid;
+  int status;
+  starts_reap();
+  if (start_open(st, &status, f)) abort();
+  st->pid = fork();
+  if (!st->pid) child(e, status);
+  close(status);
+  st->pidfd = (int)syscall(SYS_pidfd_open, st->pid, 0);
+  fcntl(st->pidfd, F_SETFD, FD_CLOEXEC);
+  return 0;
 }
 
 int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault *f) {

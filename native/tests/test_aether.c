@@ -31,7 +31,7 @@ static void test_exec(int fd) {
   frame_text(&out, T_ARG, "/no/such/binary");
   frame_u64(&out, T_EXEC_FLAGS, X_COLLECT);
   finish(fd);
-  CHECK(get(fd) == F_ERROR && code_is("not_found") && strstr(text_of(T_MESSAGE), "/no/such/binary"));
+  CHECK(get(fd) == F_ERROR && code_is("binary_not_found") && strstr(text_of(T_MESSAGE), "/no/such/binary"));
   exec_begin("nocwd", "echo x", X_COLLECT);
   frame_text(&out, T_CWD, "/no/such/dir");
   finish(fd);
