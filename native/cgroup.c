@@ -133,9 +133,13 @@ static int watch_oom(struct sandbox *s, struct fault *f) {
 }
 
 int cgroup_make(struct sandbox *s, struct fault *f) {
+  s->cgroup_fd = group(node.v2, s->spec.id, "v2", f);
+  return s->cgroup_fd < 0 ? -1 : 0;
+}
+
+int cgroup_limit(struct sandbox *s, struct fault *f) {
   struct box *b = s->box;
   const char *id = s->spec.id;
-  if ((s->cgroup_fd = group(node.v2, id, "v2", f)) < 0) return -1;
   for (int i = 0; i < CG_COUNT; i++) {
     if (node.v1[i] < 0) continue;
     // two controllers of one hierarchy share a directory
@@ -147,6 +151,14 @@ int cgroup_make(struct sandbox *s, struct fault *f) {
       return fault_host(f, errno, "open the %s cgroup's tasks of %s", controller[i], id);
   }
   return limits(s, f) || watch_oom(s, f) ? -1 : 0;
+}
+
+int cgroup_join(const char *id, struct fault *f) {
+  char path[300];
+  snprintf(path, sizeof path, "%s/tasks", id);
+  for (int i = 0; i < CG_COUNT; i++)
+    if (node.v1[i] >= 0 && write_at(node.v1[i], path, "0")) return fault_host(f, errno, "join the %s cgroup of %s", controller[i], id);
+  return 0;
 }
 
 void cgroup_kill(int v2) { write_at(v2, "cgroup.kill", "1"); }

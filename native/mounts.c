@@ -198,12 +198,23 @@ static int proc(const struct sandbox *s, struct fault *f) {
   return 0;
 }
 
+static int terminals(const struct sandbox *s, struct fault *f) {
+  char gid[16];
+  snprintf(gid, sizeof gid, "%u", s->spec.uid_base + 5);
+  const char *const options[] = {"source", "devpts", "newinstance", NULL, "ptmxmode", "0666", "mode", "0620", "gid", gid, NULL};
+  int fd = fs_mount("devpts", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC);
+  if (fd < 0) return fault_host(f, errno, "make the terminals of %s", s->spec.id);
+  int bad = attach(fd, "/dev/pts");
+  close(fd);
+  return bad ? place("/dev/pts", f) : 0;
+}
+
 static int devices(const struct setup *u, struct fault *f) {
   const struct sandbox *s = u->s;
   char size[32], base[16];
   if (directory(s, "/dev", 0755, f)) return -1;
   if (attach(u->dev, "/dev")) return place("/dev", f);
-  if (attach(s->box->devpts, "/dev/pts")) return place("/dev/pts", f);
+  if (terminals(s, f)) return -1;
   snprintf(size, sizeof size, "%llu", (unsigned long long)s->spec.shm_bytes);
   snprintf(base, sizeof base, "%u", s->spec.uid_base);
   const char *const options[] = {"source", "shm", "size", size, "mode", "1777", "uid", base, "gid", base, NULL};
@@ -214,15 +225,12 @@ static int devices(const struct setup *u, struct fault *f) {
   return bad ? place("/dev/shm", f) : 0;
 }
 
-static int join_groups(const struct sandbox *s, struct fault *f) {
-  for (int i = 0; i < CG_COUNT; i++)
-    if (s->box->join[i] >= 0 && write(s->box->join[i], "0", 1) != 1) return fault_host(f, errno, "join the cgroups of %s", s->spec.id);
-  return unshare(CLONE_NEWCGROUP) ? fault_host(f, errno, "make a cgroup namespace") : 0;
-}
-
-static int join_network(const struct setup *u, struct fault *f) {
+// What aether makes while this one mounts.
+static int join(const struct setup *u, struct fault *f) {
   char byte;
   if (read(u->go, &byte, 1) != 1) _exit(2);              // aether failed or died; nobody waits for an answer
+  if (cgroup_join(u->s->spec.id, f)) return -1;
+  if (unshare(CLONE_NEWCGROUP)) return fault_host(f, errno, "make a cgroup namespace");
   return setns(u->aether, CLONE_NEWNET) ? fault_host(f, errno, "join the network namespace") : 0;
 }
 
@@ -244,8 +252,8 @@ void setup_child(struct setup *u) {
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, NULL);
   umask(0);
-  if (join_groups(s, &f) || (u->dev = own_copy(NODE_DEV, s, &f)) < 0 || overlay(s, &f) || devices(u, &f) || proc(s, &f) ||
-      directory(s, "/tmp", 01777, &f) || join_network(u, &f))
+  if ((u->dev = own_copy(NODE_DEV, s, &f)) < 0 || overlay(s, &f) || devices(u, &f) || proc(s, &f) ||
+      directory(s, "/tmp", 01777, &f) || join(u, &f))
     fail(u->status, &f);
   if (sethostname(s->spec.hostname, strlen(s->spec.hostname))) { fault_host(&f, errno, "set the host name"); fail(u->status, &f); }
   // aether looks at the new root now, while this goes on

@@ -34,12 +34,14 @@ struct box {
   int v1[CG_COUNT], join[CG_COUNT];    // own v1 groups and their `tasks`
   int volume;                          // own subvolume, -1: memory medium
   char qgroup[32];                     // its quota group in /sys
-  int devpts, root, null;              // devpts mount, root directory (O_PATH), /dev/null as the sandbox sees it
+  int root, null;                      // root directory (O_PATH), /dev/null as the sandbox sees it
 };
 
 // cgroup.c
 int cgroup_open(struct fault *f);                                     // fills node.v1 and node.v2
-int cgroup_make(struct sandbox *s, struct fault *f);
+int cgroup_make(struct sandbox *s, struct fault *f);                  // the v2 group, into which PID 1 is born
+int cgroup_limit(struct sandbox *s, struct fault *f);                 // the v1 groups, and all limits
+int cgroup_join(const char *id, struct fault *f);                     // from a process that has only the node's descriptors
 void cgroup_kill(int v2);
 int cgroup_remove(const char *id);                                    // kills what is left in them, then removes; 0, or -1 and errno
 void cgroup_usage(struct sandbox *s, struct usage *u);
@@ -65,7 +67,7 @@ int root_join(pid_t aether, struct fault *f);
 int host_open(const char *path, int flags);                           // a path of the host, from our namespace
 
 // mounts.c: the process that becomes PID 1
-struct setup { struct sandbox *s; int status, go, aether, dev; };     // go: a byte when aether's network namespace is there to be joined
+struct setup { struct sandbox *s; int status, go, aether, dev; };     // go: a byte when cgroups and network namespace are there to be joined
 void setup_child(struct setup *u) __attribute__((noreturn));
 int netns_make(struct fault *f);                                      // this process moves into a new one with loopback
 int fs_mount(const char *type, const char *const *options, unsigned attributes); // name, value, ... NULL; detached mount or -1

@@ -35,14 +35,6 @@ static int listen_first(struct sandbox *s, struct fault *f) {
   return bad ? fault_host(f, err, "listen on %s", a.sun_path) : 0;
 }
 
-static int make_devpts(const struct sandbox *s, struct fault *f) {
-  char gid[16];
-  snprintf(gid, sizeof gid, "%u", s->spec.uid_base + 5);
-  const char *const options[] = {"source", "devpts", "newinstance", NULL, "ptmxmode", "0666", "mode", "0620", "gid", gid, NULL};
-  box.devpts = fs_mount("devpts", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC);
-  return box.devpts < 0 ? fault_host(f, errno, "make the terminals of %s", s->spec.id) : 0;
-}
-
 // One message of the setup process, or EOF. 1: message, 0: EOF, -1: it failed, f says how.
 static int hear(int pipe, struct sandbox *s, struct fault *f) {
   struct fault said;
@@ -81,6 +73,7 @@ static int inspect_root(struct sandbox *s, struct fault *f) {
   box.null = open_inside(box.root, "dev/null", O_RDWR | O_NOCTTY);
   if (box.null < 0 || fstat(box.null, &st) || !S_ISCHR(st.st_mode) || st.st_rdev != makedev(1, 3))
     return fault_host(f, errno, "open /dev/null of %s", s->spec.id);
+  if ((s->devpts_fd = open_inside(box.root, "dev/pts", O_RDONLY | O_DIRECTORY)) < 0) return fault_host(f, errno, "open /dev/pts of %s", s->spec.id);
   int dir = open_inside(box.root, s->spec.workdir, O_PATH | O_DIRECTORY);
   if (dir < 0) return fault_set(f, "cwd_not_found", errno, "the working directory %.120s", s->spec.workdir);
   close(dir);
@@ -90,7 +83,7 @@ static int inspect_root(struct sandbox *s, struct fault *f) {
   return 0;
 }
 
-// The process that becomes PID 1. It mounts while this one makes the network namespace, which takes about as long.
+// The process that becomes PID 1. It mounts while this one makes cgroups and network namespace, which takes about as long.
 static int start_init(struct sandbox *s, struct fault *f) {
   int status[2], go[2], self = sys_pidfd_open(getpid());
   if (self < 0) return fault_host(f, errno, "open a pidfd");
@@ -112,7 +105,7 @@ static int start_init(struct sandbox *s, struct fault *f) {
     fault_host(f, err, "make the namespaces of %s", s->spec.id);
   }
   s->init = pid;
-  int heard = pid < 0 || netns_make(f) ? -1 : 1;
+  int heard = pid < 0 || cgroup_limit(s, f) || netns_make(f) ? -1 : 1;
   // a setup that failed meanwhile does not read this, but has said why
   if (heard > 0) heard = write(go[1], "", 1) < 0 && errno != EPIPE ? fault_host(f, errno, "let the setup go on") : hear(status[0], s, f);
   if (heard > 0 && inspect_root(s, f)) heard = -1;
@@ -129,7 +122,7 @@ static int start_init(struct sandbox *s, struct fault *f) {
 int sandbox_create(struct sandbox *s, const struct spec *spec, int userns, struct fault *f) {
   *s = (struct sandbox){.spec = *spec, .init_fd = -1, .listen_fd = -1, .userns_fd = userns, .cgroup_fd = -1, .oom_fd = -1,
                         .devpts_fd = -1, .box = &box};
-  box = (struct box){.volume = -1, .devpts = -1, .root = -1, .null = -1};
+  box = (struct box){.volume = -1, .root = -1, .null = -1};
   for (int i = 0; i < CG_COUNT; i++) box.v1[i] = box.join[i] = -1;
   if (!s->spec.userns) s->spec.uid_base = 0;
   for (int i = 0; i < spec->nlayers; i++)
@@ -139,9 +132,8 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, int userns, struc
   snprintf(path, sizeof path, "%s/aether.sock", spec->run_dir);
   if (path_exists(path)) return fault_set(f, "internal", EEXIST, "the sandbox id %s is in use: %s", spec->id, path);
   if (listen_first(s, f) || cgroup_make(s, f) || (spec->medium == MEDIUM_BTRFS && medium_make(s, f)) ||
-      make_devpts(s, f) || start_init(s, f))
+      start_init(s, f))
     goto undo;
-  s->devpts_fd = box.devpts;
   return 0;
 undo:
   sandbox_kill(s);
@@ -171,7 +163,7 @@ void sandbox_remove(struct sandbox *s) {
   close_fd(&box.root);
   close_fd(&box.null);
   close_fd(&box.volume);
-  close_fd(&box.devpts);
+  close_fd(&s->devpts_fd);
   close_fd(&s->userns_fd);
   close_fd(&s->oom_fd);
   close_fd(&s->cgroup_fd);
@@ -179,7 +171,6 @@ void sandbox_remove(struct sandbox *s) {
     close_fd(&box.join[i]);
     close_fd(&box.v1[i]);
   }
-  s->devpts_fd = -1;
   close_fd(&s->listen_fd);
   sandbox_sweep(&spec, &ignored);
 }

@@ -247,10 +247,10 @@ void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint
   commands_end(lost);
   sessions_end();
   helpers_end();
-  sandbox_kill(A.s);
   counters_read();
+  write_end(cause, detail);            // while PID 1 dies
+  sandbox_kill(A.s);
   groups_end();
-  write_end(cause, detail);
   // whoever waits for a command gets its end first
   for (int i = 0; i < 64 && conns_waiting(); i++) conns_pump();
   sandbox_remove(A.s);

@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 
 async def test_c42_recursive_read_of_everything_harms_nothing(box: Sandbox, client: DSecClient) -> None:
-    await box.run_shell("grep -r needle / > /dev/null 2>&1; true", timeout=120)
+    await box.run_shell("grep -r needle / > /dev/null 2>&1; true", timeout=30)
     assert (await box.run_shell("echo alive")).stdout == b"alive\n"
     masked = await box.run_shell("for f in kcore kpagecount kpagecgroup kpageflags keys timer_list; do cat /proc/$f 2>/dev/null | head -c 64 | wc -c; done")
     assert set(masked.stdout.split()) <= {b"0"}

@@ -16,6 +16,7 @@ from pathlib import Path
 from dsec.edge import wire
 from dsec.edge.wire import Fields, Frame
 from dsec.guard import seccomp
+from dsec.linux.cgroups import remove_group
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = Path(os.environ.get("DSEC_TEST_AETHER") or ROOT / "native" / "build" / "aether")  # or another build of it, as with sanitizers
@@ -228,7 +229,7 @@ class Driver:
 
     def remove_groups(self) -> None:
         for parent in self.parents():
-            parent.rmdir()
+            remove_group(parent)
 
     def parents(self) -> list[Path]:
         """Our directory in every cgroup hierarchy."""

@@ -298,7 +298,8 @@ def test_stop_ends_commands_as_killed_and_leaves_records(node: Driver) -> None:
     box = node.create()
     c = connect(box)
     c.sock.sendall(wire.frame(wire.F_EXEC, 5, request("echo started; sleep 100", command="running", flags=wire.X_COLLECT)))
-    time.sleep(0.2)
+    while b"started" not in about(box.connection, wire.F_LOG_READ, "running", wire.u64(wire.T_STREAM, wire.STREAM_OUT)).payload:
+        time.sleep(0.01)
     box.stop()
     r = Result(c.receive())
     assert r.record.ending == wire.END_KILLED and r.out == b"started\n"

@@ -48,6 +48,7 @@ REFUSED: list[tuple[str, str, bytes | None, str, int, str, str | None]] = [
     ("POST", "/v1/sandboxes", b'{"image": "none"}', JSON, 404, "layer_not_found", None),
     ("POST", "/v1/sandboxes:batch", b'{"spec": {"image": "base"}, "n": 0}', JSON, 400, "invalid_request", "n"),
     ("GET", "/v1/sandboxes?colour=1", None, JSON, 400, "invalid_request", "colour"),
+    ("GET", "/v1/layers/%ff", None, JSON, 400, "invalid_request", None),
     ("GET", "/v1/sandboxes?label=x", None, JSON, 400, "invalid_request", "label"),
     ("GET", "/v1/sandboxes?state=blue", None, JSON, 400, "invalid_request", "state"),
     ("GET", "/v1/sandboxes?name=a&name=b", None, JSON, 400, "invalid_request", "name"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -85,7 +86,8 @@ class Command:
 
     async def kill(self) -> None:
         """Kill it and all that it started. No error when it has ended."""
-        await self._api.exchange("DELETE", self._path, safe=True)
+        with contextlib.suppress(CommandEnded):
+            await self._api.exchange("DELETE", self._path, safe=True)
 
     async def resize(self, rows: int, cols: int) -> None:
         """Set the size of its terminal."""

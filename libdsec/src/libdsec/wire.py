@@ -332,12 +332,16 @@ class LayerRequest(Model):
 
 
 class EnvironmentSpec(Model):
-    """Minimal manifest: ordered layers (base first), ENV, USER, WORKDIR."""
+    """A manifest: ordered layers (base first), ENV, USER, WORKDIR, entry points and the limits that a sandbox has when it asks for none."""
 
     layers: list[str]
     env: dict[str, str] = msgspec.field(default_factory=dict)
     user: str = "root"
     workdir: str = "/"
+    entrypoint: list[str] = msgspec.field(default_factory=list)  # kept for whoever starts the image's own program; nothing starts by itself
+    cmd: list[str] = msgspec.field(default_factory=list)
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    limits: Limits = msgspec.field(default_factory=Limits)
 
 
 class EnvironmentInfo(Reply):
@@ -350,6 +354,21 @@ class EnvironmentInfo(Reply):
     user: str
     workdir: str
     created_at: float
+    entrypoint: list[str] = msgspec.field(default_factory=list)
+    cmd: list[str] = msgspec.field(default_factory=list)
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    limits: Limits = msgspec.field(default_factory=Limits)
+
+
+class ImagePull(Model):
+    """Bring an image from a registry. `name`: `name[:tag]` of the environment; the repository's last part when not given."""
+
+    reference: str
+    name: str | None = None
+    platform: str = "linux/amd64"
+    username: str | None = None
+    password: str | None = None  # or a token, as registries call it
+    plain_http: bool = False  # a registry on this machine is spoken to without TLS anyway
 
 
 class Progress(Reply):

@@ -298,4 +298,7 @@ def segments(raw_path: bytes) -> list[str]:
     """The decoded parts of a path. A slash that is encoded stays in its part."""
     if b"%" not in raw_path:
         return raw_path.decode("latin-1").split("/")
-    return [unquote_to_bytes(part).decode("utf-8", "surrogateescape") for part in raw_path.split(b"/")]
+    try:
+        return [unquote_to_bytes(part).decode() for part in raw_path.split(b"/")]
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("the path of the request is not UTF-8") from error

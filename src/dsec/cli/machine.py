@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsec.cli import common
+from dsec.linux.cgroups import remove_group
 
 if TYPE_CHECKING:
     from dsec.config import Config, Loaded
@@ -186,7 +187,7 @@ def _remove_cgroups(edge: Path) -> None:
     for parent in (root / name, *(tree / name for tree in root.iterdir() if tree.is_dir())):
         if parent.is_dir():
             for path in (*(child for child in parent.iterdir() if child.is_dir()), parent):
-                path.rmdir()
+                remove_group(path)
 
 
 def _remove_completion() -> None:

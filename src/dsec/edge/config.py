@@ -6,7 +6,10 @@ import os
 from importlib import resources
 from pathlib import Path
 
+from dsec.config import NodeConfig, SandboxConfig
+
 MIB = 1 << 20
+_NODE, _SANDBOX = NodeConfig(), SandboxConfig()  # the defaults
 
 
 def find_aether() -> Path:
@@ -32,24 +35,24 @@ class EdgeConfig:
     seccomp: Path | None = None  # filter of every command (raw sock_filter array); None: built in run_dir
     prefix: str = ""  # four of [a-z0-9]; empty: made once and kept in state_dir
     medium_bytes: int = 0  # size of the file that holds the writable layers; 0: a quarter of the free space, 4 to 64 GiB
-    max_sandboxes: int = 4000
-    warn_sandboxes: int = 3000
+    max_sandboxes: int = _NODE.max_sandboxes
+    warn_sandboxes: int = _NODE.warn_sandboxes
     max_creating: int = 8  # creates in flight at the launcher
-    memory_reserve: int = 1024 * MIB
-    uid_base: int = 0x10000000
-    tombstone_ttl: float = 600.0
-    max_tombstones: int = 10000
-    max_batch: int = 1024
+    memory_reserve: int = _NODE.memory_reserve_mb * MIB
+    uid_base: int = _NODE.uid_base
+    tombstone_ttl: float = _NODE.tombstone_ttl
+    max_tombstones: int = _NODE.max_tombstones
+    max_batch: int = _NODE.max_batch
     stop_timeout: float = 10.0  # then the supervisor is taken for hung and the sandbox is reaped without it
     hang_timeout: float = 30.0  # a supervisor that does not answer for so long, while somebody waits for it, is taken for hung
     # defaults of a sandbox
-    memory_mb: int = 1024
-    cpu_cores: float = 1.0
-    disk_mb: int = 2048
-    pids: int = 512
-    open_files: int = 1024
-    output_bytes: int = 1 * MIB
-    log_budget: int = 64 * MIB
+    memory_mb: int = _SANDBOX.memory_mb
+    cpu_cores: float = _SANDBOX.cpu_cores
+    disk_mb: int = _SANDBOX.disk_mb
+    pids: int = _SANDBOX.pids
+    open_files: int = _SANDBOX.open_files
+    output_bytes: int = _SANDBOX.output_bytes
+    log_budget: int = _SANDBOX.log_budget_mb * MIB
     shm_bytes: int = 64 * MIB
     max_lifetime: float | None = None
     idle_timeout: float | None = None

@@ -14,11 +14,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from libdsec.errors import DSecError, LayerInUse, LayerNotFound
-from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, Limits
 
-VERSION = 1
+VERSION = 2  # of the file
+MANIFEST_VERSION = 2  # of environments
 SCHEMA = """
 CREATE TABLE layers (digest TEXT PRIMARY KEY, kind TEXT NOT NULL, size INTEGER NOT NULL, source TEXT NOT NULL, created_at REAL NOT NULL,
                      damaged TEXT) WITHOUT ROWID;
@@ -33,6 +37,13 @@ CREATE TABLE environment_layers (name TEXT NOT NULL, tag TEXT NOT NULL, digest T
 CREATE INDEX environment_layers_digest ON environment_layers (digest);
 CREATE INDEX parents_parent ON parents (parent);
 """
+# What a version added. `made_from`: which input (an OCI layer, a build step) a layer was made of, so that it is not made again.
+ADDED = {
+    2: """
+CREATE TABLE made_from (input TEXT PRIMARY KEY, digest TEXT NOT NULL REFERENCES layers ON DELETE CASCADE) WITHOUT ROWID;
+CREATE INDEX made_from_digest ON made_from (digest);
+""",
+}
 
 
 class Catalog:
@@ -48,13 +59,14 @@ class Catalog:
         self._db.execute("PRAGMA foreign_keys=ON")
         with self._write() as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                for statement in SCHEMA.split(";\n"):
-                    if statement.strip():
-                        db.execute(statement)
-                db.execute(f"PRAGMA user_version={VERSION}")
-            elif version != VERSION:
+            if version > VERSION:
                 raise DSecError(f"{path} has catalog version {version}; this dsec knows {VERSION}")
+            steps = ([SCHEMA] if version == 0 else []) + [ADDED[n] for n in range(max(version, 1) + 1, VERSION + 1)]
+            for statement in ";\n".join(steps).split(";\n"):
+                if statement.strip():
+                    db.execute(statement)
+            if steps:
+                db.execute(f"PRAGMA user_version={VERSION}")
 
     def close(self) -> None:
         """Close the file."""
@@ -146,6 +158,19 @@ class Catalog:
         with self._lock:
             return {row[0]: (row[1], row[2]) for row in self._db.execute("SELECT digest,size,damaged FROM layers")}
 
+    def made_from(self, source: str) -> str | None:
+        """The layer that was made of this input; None when there is none or its file was found damaged."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT l.digest FROM made_from m JOIN layers l ON l.digest=m.digest WHERE m.input=? AND l.damaged IS NULL", (source,)
+            ).fetchone()
+            return row[0] if row else None
+
+    def set_made_from(self, source: str, digest: str) -> None:
+        """Remember of which input a layer was made; forgotten with the layer."""
+        with self._write() as db:
+            db.execute("INSERT OR REPLACE INTO made_from VALUES (?,?)", (source, digest))
+
     def set_damaged(self, digest: str, why: str | None) -> None:
         """Mark a layer's file as bad (or good again)."""
         with self._write() as db:
@@ -192,12 +217,7 @@ class Catalog:
 
     def put_environment(self, name: str, tag: str, spec: EnvironmentSpec) -> EnvironmentInfo:
         """Bind `name:tag` to a manifest whose layers are digests; replaces what it was bound to."""
-        manifest = json.dumps(
-            {"env": spec.env, "layers": spec.layers, "user": spec.user, "workdir": spec.workdir},
-            sort_keys=True,
-            separators=(",", ":"),
-            ensure_ascii=False,
-        )
+        manifest = json.dumps(_manifest(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         digest = "sha256:" + hashlib.sha256(manifest.encode()).hexdigest()
         with self._write() as db:
             db.execute("DELETE FROM environments WHERE name=? AND tag=?", (name, tag))
@@ -230,8 +250,20 @@ class Catalog:
             return db.execute("DELETE FROM environments WHERE name=? AND tag=?", (name, tag)).rowcount > 0
 
 
+def _manifest(spec: EnvironmentSpec) -> dict[str, Any]:
+    """The manifest as data. Fields that came with version 2 are there only where they say something: older manifests keep their digests."""
+    manifest: dict[str, Any] = {"env": spec.env, "layers": spec.layers, "user": spec.user, "workdir": spec.workdir}
+    limits = {key: value for key, value in msgspec.to_builtins(spec.limits).items() if value is not None}
+    later = {"entrypoint": spec.entrypoint, "cmd": spec.cmd, "labels": spec.labels, "limits": limits}
+    if any(later.values()):
+        manifest |= {"version": MANIFEST_VERSION, **{key: value for key, value in later.items() if value}}
+    return manifest
+
+
 def _environment(row: tuple[str, str, str, str, float]) -> EnvironmentInfo:
     manifest = json.loads(row[3])
+    if manifest.get("version", 1) not in (1, MANIFEST_VERSION):
+        raise DSecError(f"environment {row[0]}:{row[1]} has manifest version {manifest['version']}; this dsec knows {MANIFEST_VERSION}")
     return EnvironmentInfo(
         name=row[0] if row[1] == "latest" else f"{row[0]}:{row[1]}",
         digest=row[2],
@@ -240,4 +272,8 @@ def _environment(row: tuple[str, str, str, str, float]) -> EnvironmentInfo:
         user=manifest["user"],
         workdir=manifest["workdir"],
         created_at=row[4],
+        entrypoint=manifest.get("entrypoint", []),
+        cmd=manifest.get("cmd", []),
+        labels=manifest.get("labels", {}),
+        limits=Limits(**manifest.get("limits", {})),
     )

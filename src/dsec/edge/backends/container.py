@@ -18,6 +18,7 @@ from dsec.edge.launcher import Launcher
 from dsec.edge.supervisor import ConnectionLost
 from dsec.edge.wire import Fields
 from dsec.guard import seccomp
+from dsec.linux.cgroups import remove_group
 from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable
 
 MAX_LAYERS = 64
@@ -62,7 +63,7 @@ class Container:
             self._launcher = None
         for parent in self._cgroup_parents():
             with contextlib.suppress(OSError):  # not empty: sandboxes live on
-                parent.rmdir()
+                await asyncio.to_thread(remove_group, parent)
 
     async def start(self, spec: StartSpec) -> Started:
         """Make a sandbox. On an error the launcher has removed all it made."""

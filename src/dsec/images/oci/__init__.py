@@ -1,0 +1,1 @@
+"""OCI and Docker images as sources of layers and environments. docs/oci.md."""
