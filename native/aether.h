@@ -223,6 +223,11 @@ void group_drop(const char *name);                         // remove it, now or 
 int groups_sweep(void);                                    // how many are still there
 void groups_end(void);
 
+// snapshot.c -------------------------------------------------------------------------------------------------------------------------
+void snapshot_start(struct conn *c, struct request *r);
+void snapshots_forget(const struct conn *c);               // it is gone, and with it who would use them
+void snapshots_end(void);
+
 // helper.c ---------------------------------------------------------------------------------------------------------------------------
 void helper_start(struct conn *c, uint32_t request, const uint8_t *payload, size_t size);
 uint64_t helpers_tick(void);

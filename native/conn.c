@@ -295,6 +295,7 @@ static void unlink_conn(struct conn *c) {
   if (c->next) c->next->prev = c->prev;
   A.conns--;
   if (c->feeding) c->feeding->feeder = NULL;
+  snapshots_forget(c);
   while (c->subs) sub_drop(c->subs);
   if (c->pumping)
     for (struct conn **p = &pumps; *p; p = &(*p)->next_pump)

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <getopt.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +17,7 @@
 #include <sys/statfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include "loader.h"
 #include "node.h"
 #include "util.h"
 #include "wire.h"
@@ -27,7 +29,8 @@
 #endif
 #define SEALS (F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)
 
-struct node node = {.control = CONTROL, .host_ns = -1, .own_ns = -1, .init_fd = -1, .v2 = -1, .medium = -1, .qgroups = -1};
+struct node node = {.control = CONTROL, .host_ns = -1, .own_ns = -1, .init_fd = -1, .v2 = -1, .medium = -1, .qgroups = -1,
+                    .loader = -1, .fill_ms = 30000};
 extern const char init_start[], init_end[];
 
 static uint8_t request[sizeof(struct frame) + WIRE_MAX];
@@ -106,12 +109,14 @@ static int prepare(const char *filter, pid_t join, char **argv, struct fault *f)
   if ((node.host_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the mount namespace");
   if (join ? root_join(join, f) : root_make(f)) return -1;
   if ((node.own_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the mount namespace");
+  if (loader_open(join, f)) return -1;
   node.masks = masks_present();
-  if (join) medium_open();             // absent when the earlier launcher had none
+  if (join && !medium_open()) medium_drop_snapshots();   // absent when the earlier launcher had none; who took snapshots is gone
   fcntl(CONTROL, F_SETFD, FD_CLOEXEC);
   signal(SIGCHLD, SIG_IGN);
   signal(SIGPIPE, SIG_IGN);
-  return 0;
+  node.loader = loader_start(f);
+  return f->code ? -1 : 0;
 }
 
 // ---- answering ----------------------------------------------------------------------------------------------------------------------------
@@ -133,6 +138,7 @@ static void create(uint32_t number, int userns, struct fault *f) {
   setsid();
   close_fd(&node.host_ns);
   close_fd(&node.own_ns);
+  close_fd(&node.loader);
   userns_forget(userns);
   if (sandbox_create(&sandbox, &order.spec, userns, f)) {
     answer(F_ERROR, number, f);
@@ -182,9 +188,13 @@ static void serve(const struct frame *h, size_t size) {
     bad = fault_host(&f, errno, "start a process");
   } else if (!bad) {
     switch (h->type) {
-      case F_MOUNT_LAYER: bad = layer_mount(order.name, order.path, &f); break;
+      case F_MOUNT_LAYER: bad = layer_mount(order.name, order.path, order.data, order.fill, &f); break;
       case F_UMOUNT_LAYER: bad = layer_umount(order.name, &f); break;
       case F_MOUNT_MEDIUM: bad = medium_mount(order.path, order.bytes, order.name, order.keep, order.nkeep, &f); break;
+      case F_DROP_SNAPSHOT:
+        bad = !order.name || !strchr(order.name, '.') || strchr(order.name, '/') ? fault_set(&f, "invalid_request", 0, "DROP_SNAPSHOT: no name of a snapshot")
+              : medium_remove(order.name) ? fault_host(&f, errno, "remove the snapshot %.100s", order.name) : 0;
+        break;
       case F_DISK_USAGE: disk_usage(h->request); return;
       default: bad = fault_set(&f, "wire_field", 0, "the launcher knows no request of type %u", h->type);
     }
@@ -192,9 +202,22 @@ static void serve(const struct frame *h, size_t size) {
   answer(bad ? F_ERROR : F_OK, h->request, &f);
 }
 
+// Whatever the loader died of: readers wait for the next one.
+static void revive(void) {
+  struct fault f = {0};
+  fprintf(stderr, "launcher: the loader died and is started again\n");
+  close_fd(&node.loader);
+  nap_us(10000);                       // one that cannot live must not keep us from our work
+  if ((node.loader = loader_start(&f)) < 0) fprintf(stderr, "launcher: %s\n", f.message);
+}
+
 static int loop(void) {
   for (;;) {
     struct frame h;
+    struct pollfd p[] = {{.fd = CONTROL, .events = POLLIN}, {.fd = node.loader, .events = POLLIN}};
+    if (poll(p, 2, -1) < 0) continue;
+    if (p[1].revents) revive();
+    if (!p[0].revents) continue;
     ssize_t n = recv(CONTROL, request, sizeof request, 0);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) return 0;              // the edge is gone; sandboxes live on
@@ -209,7 +232,8 @@ static int loop(void) {
 
 int launcher_main(int argc, char **argv) {
   static const struct option options[] = {{"run", 1, NULL, 'r'}, {"state", 1, NULL, 's'}, {"cgroup", 1, NULL, 'c'},
-                                          {"seccomp", 1, NULL, 'f'}, {"join", 1, NULL, 'j'}, {0}};
+                                          {"seccomp", 1, NULL, 'f'}, {"join", 1, NULL, 'j'},
+                                          {"fill-ms", 1, NULL, 'd'}, {0}};
   const char *filter = NULL;
   pid_t join = 0;
   node.title = argv[0];
@@ -221,6 +245,7 @@ int launcher_main(int argc, char **argv) {
     case 'c': node.cgroup = optarg; break;
     case 'f': filter = optarg; break;
     case 'j': join = (pid_t)atoi(optarg); break;
+    case 'd': node.fill_ms = strtoull(optarg, NULL, 10); break;
     default: return 2;
   }
   if (!node.run || *node.run != '/' || !node.state || *node.state != '/' || !node.cgroup || !*node.cgroup || strchr(node.cgroup, '/') || !filter || optind < argc) {

@@ -188,6 +188,23 @@ int medium_remove(const char *id) {
   return 0;
 }
 
+int medium_snapshot(struct sandbox *s, const char *name, struct fault *f) {
+  struct btrfs_ioctl_vol_args_v2 a = {.fd = s->box->volume};
+  if (strlen(name) > BTRFS_SUBVOL_NAME_MAX) return fault_set(f, "invalid_request", ENAMETOOLONG, "the name of a snapshot of %s", s->spec.id);
+  memcpy(a.name, name, strlen(name));
+  return ioctl(node.medium, BTRFS_IOC_SNAP_CREATE_V2, &a) ? fault_host(f, errno, "snapshot the writable layer of %s", s->spec.id) : 0;
+}
+
+int medium_drop_snapshots(void) {
+  int copy = openat(node.medium, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad = 0;
+  DIR *d = copy < 0 ? NULL : fdopendir(copy);
+  if (!d) { close_fd(&copy); return -1; }
+  for (struct dirent *e; (e = readdir(d));)
+    if (e->d_name[0] != '.' && strchr(e->d_name, '.') && medium_remove(e->d_name)) bad = -1;
+  closedir(d);
+  return bad;
+}
+
 static uint64_t quota(const struct box *b, const char *name) {
   char path[96];
   uint64_t v = 0;

@@ -26,6 +26,8 @@ struct node {
   struct sock_fprog filter;            // seccomp filter of every command
   int v2, v1[CG_COUNT];                // directories <hierarchy>/<cgroup>; v1 -1: the controller lives in v2
   int medium, qgroups;                 // NODE_MEDIUM, and its /sys directory of quota groups; -1: not mounted
+  int loader;                          // pidfd of the loader, -1: none
+  uint64_t fill_ms;                    // a read of a layer whose data does not come in this time fails
   unsigned masks;                      // which of mounts.c's masked paths this kernel has
 };
 extern struct node node;
@@ -51,13 +53,15 @@ int cgroup_pids_full(struct sandbox *s, int starting);                // with so
 int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char *const *keep, int nkeep, struct fault *f);
 int medium_open(void);                                                // what an earlier launcher mounted; 0 or -1
 int medium_make(struct sandbox *s, struct fault *f);                  // the sandbox's subvolume, limited
-int medium_remove(const char *id);
+int medium_snapshot(struct sandbox *s, const char *name, struct fault *f); // <id>.<suffix>, beside it
+int medium_drop_snapshots(void);                                      // all of them
+int medium_remove(const char *id);                                    // a volume or a snapshot
 void medium_usage(struct sandbox *s, uint64_t *used, int *full);
 int loop_attach(int file, int readonly, int direct, char *path, size_t cap, struct fault *f); // descriptor that holds it, or -1
 int loop_find(int file, char *name, size_t cap);                      // 1: a loop device over this file exists
 
 // layers.c
-int layer_mount(const char *name, const char *path, struct fault *f);
+int layer_mount(const char *name, const char *path, const char *data, int fill, struct fault *f); // data: of a split image; fill: on demand
 int layer_umount(const char *name, struct fault *f);
 int layer_mounted(const char *name);
 

@@ -28,7 +28,7 @@ static const uint16_t *allowed(uint8_t type) {
     case F_RESIZE: return resize;
     case F_SIGNAL: return sig;
     case F_SESSION_OPEN: return session;
-    case F_SESSION_CLOSE: return name;
+    case F_SESSION_CLOSE: case F_SNAPSHOT: return name;
     case F_LEASE: return lease;
     case F_STOP: return stop;
     case F_SUBSCRIBE: case F_LIST: case F_STAT: case F_SESSION_LIST: return none;
@@ -278,6 +278,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     case F_SESSION_CLOSE: session_close(c, &r); break;
     case F_LEASE: set_lease(c, &r); break;
     case F_STOP: stop_now(c, &r); break;
+    case F_SNAPSHOT: snapshot_start(c, &r); break;
     default: about_command(c, type, &r);
   }
 }

@@ -247,6 +247,7 @@ void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint
   commands_end(lost);
   sessions_end();
   helpers_end();
+  snapshots_end();
   counters_read();
   write_end(cause, detail);            // while PID 1 dies
   sandbox_kill(A.s);

@@ -8,7 +8,7 @@
 
 #define WIRE_MAJOR 1
 #ifndef WIRE_MINOR
-#define WIRE_MINOR 0
+#define WIRE_MINOR 1                   // 1: snapshots
 #endif
 #define WIRE_MAX (1u << 20)            // payload bytes of one frame
 #define WIRE_DATA (256u << 10)         // most bytes that we put into one DATA frame
@@ -20,12 +20,12 @@ enum frame_type {
   // any
   F_HELLO = 1, F_OK = 2, F_ERROR = 3, F_DATA = 4, F_RECORD = 5, F_STATUS = 6, F_EVENT = 7,
   // launcher requests
-  F_MOUNT_MEDIUM = 16, F_MOUNT_LAYER = 17, F_UMOUNT_LAYER = 18, F_CREATE = 19, F_REAP = 20, F_DISK_USAGE = 21,
+  F_MOUNT_MEDIUM = 16, F_MOUNT_LAYER = 17, F_UMOUNT_LAYER = 18, F_CREATE = 19, F_REAP = 20, F_DISK_USAGE = 21, F_DROP_SNAPSHOT = 22,
   F_READY = 24,
   // aether requests
   F_SUBSCRIBE = 32, F_EXEC = 33, F_ATTACH = 34, F_LOG_READ = 35, F_STDIN = 36, F_STDIN_CLOSE = 37, F_RESIZE = 38,
   F_SIGNAL = 39, F_KILL = 40, F_WAIT = 41, F_LIST = 42, F_STAT = 43, F_SESSION_OPEN = 44, F_SESSION_CLOSE = 45,
-  F_SESSION_LIST = 46, F_FILE = 47, F_LEASE = 48, F_STOP = 49,
+  F_SESSION_LIST = 46, F_FILE = 47, F_LEASE = 48, F_STOP = 49, F_SNAPSHOT = 50,
   // aether replies
   F_STARTED = 64, F_END = 65, F_GAP = 66, F_ENDED = 67,
 };
@@ -33,7 +33,8 @@ enum frame_type {
 enum tag {
   // general
   T_VERSION_MAJOR = 1, T_VERSION_MINOR = 2, T_CODE = 3, T_MESSAGE = 4, T_ERRNO = 5, T_ID = 6, T_PATH = 7, T_STATE = 8,
-  T_PID = 9, T_INIT_PID = 10, T_TIME_NS = 11, T_BYTES = 12, T_DONE = 13, T_NAME = 14, T_EVENT = 15,
+  T_PID = 9, T_INIT_PID = 10, T_TIME_NS = 11, T_BYTES = 12, T_DONE = 13, T_NAME = 14, T_EVENT = 15, T_DATA = 16,
+  T_FILL = 17,
   // create
   T_LAYER = 32, T_UID_BASE = 33, T_HOSTNAME = 34, T_MEDIUM = 35, T_DISK_BYTES = 36, T_MEMORY_BYTES = 37, T_PIDS = 38,
   T_CPU_MILLI = 39, T_NOFILE = 40, T_ENV = 41, T_WORKDIR = 42, T_USER = 43, T_RUN_DIR = 44, T_STATE_DIR = 45,

@@ -1,6 +1,7 @@
 // Fuzzer entry of aether's side of the wire: one input is a sequence of frames on one connection, through the real reader, decoder and
 // handlers, on a sandbox that lets nothing enter. libFuzzer calls LLVMFuzzerTestOneInput; test_fuzz.c drives it where there is no clang.
 #include "../aether.h"
+#include "../node.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -21,6 +22,8 @@ void sandbox_usage(struct sandbox *s, struct usage *u) { (void)s; *u = (struct u
 uint64_t sandbox_oom_kills(struct sandbox *s) { (void)s; return 0; }
 uint64_t sandbox_pids_hits(struct sandbox *s) { (void)s; return 0; }
 int sandbox_disk_full(struct sandbox *s) { (void)s; return 0; }
+int medium_snapshot(struct sandbox *s, const char *name, struct fault *f) { (void)s; (void)name; f->code = "internal"; return -1; }
+int medium_remove(const char *name) { (void)name; return 0; }
 int sandbox_shell_replaced(struct sandbox *s) { (void)s; return 0; }
 int sandbox_enter(struct sandbox *s, const struct entry *e, struct start *st, struct fault *f) {
   (void)s; (void)st;

@@ -1,5 +1,6 @@
 // sandbox.h on the plain host, without namespaces: fork and exec. For unit tests and sanitizers, which need no root; with root and a v2
 // tree the commands get real cgroups, so that kills reach whole trees.
+#include "../node.h"
 #include "../start.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -78,6 +79,8 @@ void sandbox_usage(struct sandbox *s, struct usage *u) {
 uint64_t sandbox_oom_kills(struct sandbox *s) { (void)s; return host->oom_kills; }
 uint64_t sandbox_pids_hits(struct sandbox *s) { (void)s; return host->pids_hits; }
 int sandbox_disk_full(struct sandbox *s) { (void)s; return host->disk_full; }
+int medium_snapshot(struct sandbox *s, const char *name, struct fault *f) { (void)s; (void)name; f->code = "internal"; return -1; }
+int medium_remove(const char *name) { (void)name; return 0; }
 int sandbox_shell_replaced(struct sandbox *s) { (void)s; return host->replaced; }
 
 static void __attribute__((noreturn)) fail(int status, const char *code, const char *what) {

@@ -9,7 +9,7 @@ Fields by frame (`*`: repeated, `?`: optional):
 |---|---|---|
 | HELLO | VERSION_MAJOR VERSION_MINOR | VERSION_MAJOR VERSION_MINOR ID STATE INIT_PID |
 | MOUNT_MEDIUM | PATH SIZE | OK |
-| MOUNT_LAYER / UMOUNT_LAYER | NAME PATH / NAME | OK |
+| MOUNT_LAYER / UMOUNT_LAYER | NAME PATH DATA? (data of a split image) FILL? (1: on demand) / NAME | OK |
 | CREATE | see below | READY{ID PID INIT_PID} |
 | REAP | ID CGROUP RUN_DIR STATE_DIR MEDIUM | OK |
 | SUBSCRIBE | - | OK, EVENT{EVENT COMMAND? MESSAGE?}*, ENDED{CAUSE MESSAGE? TIME_NS} |
@@ -41,7 +41,7 @@ from typing import Final, NamedTuple
 from libdsec.errors import DSecError
 
 WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 0
+WIRE_MINOR: Final = 1
 WIRE_MAX: Final = 1 << 20
 WIRE_DATA: Final = 256 << 10
 
@@ -58,6 +58,7 @@ F_UMOUNT_LAYER: Final = 18
 F_CREATE: Final = 19
 F_REAP: Final = 20
 F_DISK_USAGE: Final = 21
+F_DROP_SNAPSHOT: Final = 22
 F_READY: Final = 24
 F_SUBSCRIBE: Final = 32
 F_EXEC: Final = 33
@@ -77,6 +78,7 @@ F_SESSION_LIST: Final = 46
 F_FILE: Final = 47
 F_LEASE: Final = 48
 F_STOP: Final = 49
+F_SNAPSHOT: Final = 50
 F_STARTED: Final = 64
 F_END: Final = 65
 F_GAP: Final = 66
@@ -97,6 +99,8 @@ T_BYTES: Final = 12
 T_DONE: Final = 13
 T_NAME: Final = 14
 T_EVENT: Final = 15
+T_DATA: Final = 16
+T_FILL: Final = 17
 T_LAYER: Final = 32
 T_UID_BASE: Final = 33
 T_HOSTNAME: Final = 34

@@ -1,0 +1,117 @@
+// SNAPSHOT: the writable layer as it is at one instant, as a volume of its own. A child does it, so that the loop goes on while the medium
+// writes back what is dirty: everything inside is frozen, the volume is copied by reference, everything goes on.
+#include "aether.h"
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include "node.h"
+#include "util.h"
+
+#define FREEZE_MS 10000                // a process in an uninterruptible wait keeps its group from freezing
+
+struct snapshot { struct source src; struct snapshot *next; pid_t pid; struct conn *conn; uint32_t request; char name[96]; };
+static struct snapshot *snapshots;     // in turn: only the first one has a child
+
+static void begin(struct snapshot *n);
+
+static int freeze(int on) { return write_at(A.s->cgroup_fd, "cgroup.freeze", on ? "1" : "0"); }
+
+static int frozen(struct fault *f) {
+  uint64_t done = 0;
+  if (freeze(1)) return fault_host(f, errno, "freeze sandbox %s", A.s->spec.id);
+  for (int i = 0; i < FREEZE_MS; i++) {
+    if (!read_key(A.s->cgroup_fd, "cgroup.events", "frozen", &done) && done) return 0;
+    nap_us(1000);
+  }
+  return fault_set(f, "unavailable", 0, "the processes of sandbox %s could not be frozen within %d s", A.s->spec.id, FREEZE_MS / 1000);
+}
+
+static void __attribute__((noreturn)) take(const char *name, int report) {
+  struct fault f = {0};
+  // the first one writes back what is dirty, so that the freeze is short
+  if (!medium_snapshot(A.s, name, &f) && !medium_remove(name) && !frozen(&f)) medium_snapshot(A.s, name, &f);
+  freeze(0);
+  (void)!write(report, &f, sizeof f);
+  _exit(0);
+}
+
+static void drop(struct snapshot *n) {
+  struct snapshot **p = &snapshots;
+  while (*p != n) p = &(*p)->next;
+  *p = n->next;
+  A.helpers--;
+  touch();
+  if (A.idle_ns) timer_want(A.now + A.idle_ns);
+  loop_free(n);
+  if (snapshots) begin(snapshots);
+}
+
+static void on_report(struct source *src, uint32_t events) {
+  (void)events;
+  struct snapshot *n = OWNER(src, struct snapshot, src);
+  struct fault f;
+  if (read(src->fd, &f, sizeof f) != sizeof f) {         // it was killed, perhaps before it let everything go on
+    freeze(0);
+    f = (struct fault){.code = "internal", .message = "the process that took the snapshot died"};
+  }
+  loop_close(src);
+  while (waitpid(n->pid, NULL, 0) < 0 && errno == EINTR) {}
+  n->pid = 0;
+  if (f.code || !n->conn) medium_remove(n->name);        // nobody knows of it
+  if (n->conn && f.code) conn_error(n->conn, n->request, f.code, f.err, "%s", f.message);
+  else if (n->conn) conn_ok(n->conn, n->request);
+  drop(n);
+}
+
+static void begin(struct snapshot *n) {
+  int report[2];
+  if (pipe2(report, O_CLOEXEC) || (n->pid = fork()) < 0) {
+    if (n->conn) conn_error(n->conn, n->request, "resource_exhausted", errno, "start a process for a snapshot of sandbox %s", A.s->spec.id);
+    drop(n);
+    return;
+  }
+  if (!n->pid) take(n->name, report[1]);
+  close(report[1]);
+  n->src = (struct source){.on = on_report, .fd = report[0]};
+  loop_want(&n->src, EPOLLIN);
+}
+
+// <id>.<suffix>: whoever sweeps the medium knows whose it was.
+static int named(const char *name) {
+  size_t n = strlen(A.s->spec.id);
+  return name && !strncmp(name, A.s->spec.id, n) && name[n] == '.' && id_valid(name + n + 1);
+}
+
+void snapshot_start(struct conn *c, struct request *r) {
+  if (!named(r->name)) { conn_error(c, r->id, "invalid_request", 0, "SNAPSHOT: a name %s.SUFFIX is needed", A.s->spec.id); return; }
+  if (A.s->spec.medium != MEDIUM_BTRFS) { conn_error(c, r->id, "unsupported", 0, "a sandbox whose disk is memory has no snapshots"); return; }
+  struct snapshot *n = calloc(1, sizeof *n), **end = &snapshots;
+  if (!n) { conn_error(c, r->id, "resource_exhausted", ENOMEM, "no memory for a snapshot"); return; }
+  n->src.fd = -1;
+  n->conn = c;
+  n->request = r->id;
+  snprintf(n->name, sizeof n->name, "%s", r->name);
+  while (*end) end = &(*end)->next;
+  *end = n;
+  A.helpers++;
+  if (snapshots == n) begin(n);
+}
+
+void snapshots_forget(const struct conn *c) {
+  for (struct snapshot *n = snapshots; n; n = n->next)
+    if (n->conn == c) n->conn = NULL;
+}
+
+void snapshots_end(void) {
+  for (struct snapshot *n = snapshots; n; n = n->next) {
+    if (!n->pid) continue;
+    kill(n->pid, SIGKILL);
+    while (waitpid(n->pid, NULL, 0) < 0 && errno == EINTR) {}
+    medium_remove(n->name);
+  }
+}
