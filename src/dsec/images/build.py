@@ -48,6 +48,14 @@ class Source:
     env: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class Program:
+    """A packing process of its own kind in the place of `dsec.images.pack`: a module with the same options and some of its own."""
+
+    module: str
+    args: list[str]
+
+
 def directory_source(directory: Path) -> Source:
     """A directory tree, sorted, with everything but what lies on other file systems."""
     return Source(
@@ -132,6 +140,9 @@ def release_date(suite: str, lists: Path = Path("/var/lib/apt/lists")) -> int:
     return newest or int(time.time()) // 86400 * 86400
 
 
+Origin = Source | Path | Program | AsyncIterator[bytes]
+
+
 class Build:
     """One build in its work directory. Iterate `run`, then read `result`."""
 
@@ -144,7 +155,7 @@ class Build:
         self._error: dict[str, Any] | None = None
         self._source_log: list[str] = []
 
-    async def run(self, origin: Source | Path | AsyncIterator[bytes], total: int | None = None) -> AsyncGenerator[Progress, None]:
+    async def run(self, origin: Origin, total: int | None = None) -> AsyncGenerator[Progress, None]:
         """Pack what a program writes, a file, or a stream of bytes. `total`: bytes of content, where known, for the fraction."""
         try:
             mkfs = self._tools.need("mkfs.erofs")
@@ -179,12 +190,12 @@ class Build:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start(
-        self, origin: Source | Path | AsyncIterator[bytes], mkfs: Path, tasks: list[asyncio.Task[Any]]
+        self, origin: Origin, mkfs: Path, tasks: list[asyncio.Task[Any]]
     ) -> asyncio.subprocess.Process | None:
         argv = [
             sys.executable,
             "-m",
-            "dsec.images.pack",
+            origin.module if isinstance(origin, Program) else "dsec.images.pack",
             "--output",
             str(self.image),
             "--mkfs",
@@ -197,6 +208,9 @@ class Build:
             str(self._caps.entries),
         ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        if isinstance(origin, Program):
+            await self._spawn([*argv, *origin.args], environment, stdin=asyncio.subprocess.DEVNULL)
+            return None
         if isinstance(origin, Path):
             try:
                 fd = os.open(origin, os.O_RDONLY | os.O_CLOEXEC)

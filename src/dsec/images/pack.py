@@ -21,10 +21,11 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, cast
 
-from dsec.images.tarstream import Caps, Reader, Summary, normalize
+from dsec.images.tarstream import Caps, Members, Reader, Summary, normalize
 from dsec.linux.tools import ToolMissing, Tools, mkfs_erofs_features
 from libdsec.errors import BuildFailed, DSecError, LayerInvalid, NoSpace
 
@@ -110,8 +111,13 @@ class _Sink:
                 raise NoSpace(f"{self._where} has {free >> 20} MiB left; the build stopped")
 
 
-def pack(source: IO[bytes], output: Path, mkfs: Path, *, prefix: str, caps: Caps, report: Reporter) -> dict[str, object]:
-    """Write the image; returns digest, size and what it holds. Any failure raises a DSecError and leaves only files beside `output`."""
+def pack(
+    source: IO[bytes] | Members, output: Path, mkfs: Path, *, prefix: str, caps: Caps, report: Reporter, devices: bool = False
+) -> dict[str, object]:
+    """Write the image; returns digest, size and what it holds. Any failure raises a DSecError and leaves only files beside `output`.
+
+    `devices`: keep device nodes outside /dev.
+    """
     features = mkfs_erofs_features(mkfs)
     base = [str(mkfs), "--quiet", "-U", UUID]
     if "mkfs-time" in features:
@@ -141,21 +147,26 @@ def pack(source: IO[bytes], output: Path, mkfs: Path, *, prefix: str, caps: Caps
     assert process.stdin
     try:
         summary = normalize(
-            decompressed(source, Tools()), _Sink(process.stdin, output.parent), prefix=prefix, caps=caps, progress=report.entries
+            source if isinstance(source, Members) else decompressed(source, Tools()),
+            _Sink(process.stdin, output.parent),
+            prefix=prefix,
+            caps=caps,
+            progress=report.entries,
+            devices=devices,
         )
         process.stdin.close()
     except BrokenPipeError:
-        _finish(process, log, first[0])
+        finish(process, log, first[0])
         raise BuildFailed(f"{first[0]} stopped reading") from None
     except BaseException:
         process.kill()
         process.wait()
         raise
-    _finish(process, log, first[0])
+    finish(process, log, first[0])
     if "tar" not in features:
         tree.chmod(0o755)
         process = subprocess.Popen([*base, str(output), str(tree)], stdout=log, stderr=log, env=environment)
-        _finish(process, log, str(mkfs))
+        finish(process, log, str(mkfs))
     report.say("checking and hashing", None)
     with output.open("r+b") as image:
         os.fsync(image.fileno())
@@ -172,7 +183,8 @@ def pack(source: IO[bytes], output: Path, mkfs: Path, *, prefix: str, caps: Caps
     }
 
 
-def _finish(process: subprocess.Popen[bytes], log: IO[bytes], name: str) -> None:
+def finish(process: subprocess.Popen[bytes], log: IO[bytes], name: str) -> None:
+    """Wait for a tool. BuildFailed, NoSpace."""
     status = process.wait()
     if status == 0:
         return
@@ -213,18 +225,25 @@ def main() -> int:
     parser.add_argument("--max-bytes", type=int, default=Caps.bytes)
     parser.add_argument("--max-entries", type=int, default=Caps.entries)
     options = parser.parse_args()
-    os.nice(5)
-    report = Reporter(sys.stdout)
-    try:
-        result = pack(
+    return run(
+        lambda report: pack(
             sys.stdin.buffer,
             options.output,
             options.mkfs,
             prefix=options.prefix,
             caps=Caps(options.max_bytes, options.max_entries),
             report=report,
-        )
-        report.line({"result": result})
+        ),
+        options.output,
+    )
+
+
+def run(work: Callable[[Reporter], dict[str, object]], output: Path) -> int:
+    """The whole of a packing process: low priority, progress, and last one line with the result or the error."""
+    os.nice(5)
+    report = Reporter(sys.stdout)
+    try:
+        report.line({"result": work(report)})
         return 0
     except DSecError as error:
         code, message, details = error.code, error.message, error.details
@@ -233,7 +252,7 @@ def main() -> int:
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         code, message, details = LayerInvalid.code, f"the compressed archive is damaged: {error}", {}
     except OSError as error:
-        code, message, details = BuildFailed.code, f"{error.strerror or error}: {error.filename or options.output}", {}
+        code, message, details = BuildFailed.code, f"{error.strerror or error}: {error.filename or output}", {}
     except Exception as error:  # a fault of ours must reach the caller as an error line, not as a lost process
         code, message, details = "internal", f"{type(error).__name__}: {error}", {}
     report.line({"error": {"code": code, "message": message, "details": details}})

@@ -17,14 +17,19 @@ from typing import Any
 
 import msgspec
 
-from dsec.images.build import Build, Source, debian_source, directory_source
+from dsec.images.build import Build, Origin, Source, debian_source, directory_source
 from dsec.images.catalog import Catalog
 from dsec.images.model import DIGEST, KINDS, MAX_LAYERS, Layer, ResolvedImage, check_name, split_reference
+from dsec.images.oci.archive import FileSource, chunks, is_plain, receive
+from dsec.images.oci.importer import Importer
+from dsec.images.oci.reference import parse
+from dsec.images.oci.registry import Registry
+from dsec.images.oci.source import Source as ImageSource
 from dsec.images.store import LayerStore
 from dsec.images.tarstream import Caps, clean
 from dsec.linux.tools import Tools
 from libdsec.errors import BuildFailed, InvalidRequest, LayerInvalid, LayerNotFound
-from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, LayerRequest, Progress
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, ImagePull, LayerInfo, LayerRequest, Progress
 
 PARALLEL_BUILDS = 2
 Layers = list[LayerInfo]  # inside the class `list` is a method
@@ -249,26 +254,29 @@ class Images:
                 return debian_source(request.debian, request.include, work, self.tools)
             return directory_source(path) if request.directory is not None else path
 
-        async for line in self._run(request.name, request.kind, request.parents, request.prefix, described, origin, total):
+        async for line in self.make(request.name, request.kind, request.parents, request.prefix, described, origin, total):
             yield line
 
     async def import_tar(
         self, name: str, kind: str, stream: AsyncIterator[bytes], *, parents: Names | None = None, prefix: str = "/", source: str = "upload"
     ) -> AsyncGenerator[Progress, None]:
         """Build a layer from an uploaded archive, plain or compressed, at the pace of the upload."""
-        async for line in self._run(name, kind, parents or [], prefix, source, lambda work: stream, None):
+        async for line in self.make(name, kind, parents or [], prefix, source, lambda work: stream):
             yield line
 
-    async def _run(
+    async def make(
         self,
         name: str,
         kind: str,
         parents: Names,
         prefix: str,
         source: str,
-        origin: Callable[[Path], Source | Path | AsyncIterator[bytes]],
-        total: int | None,
+        origin: Callable[[Path], Origin],
+        total: int | None = None,
+        made_from: Callable[[dict[str, Any]], str] | None = None,
     ) -> AsyncGenerator[Progress, None]:
+        """Build a layer of what `origin` gives. `made_from` names the input, told what the build says of itself: the layer is remembered
+        under it, and where the layer holds nothing at all none is made (the last line's result is empty)."""
         check_name(name)
         if kind not in KINDS:
             raise InvalidRequest(f"layer kind {kind!r}: one of {', '.join(KINDS)}", field="kind")
@@ -287,15 +295,61 @@ class Images:
                     async for line in lines:
                         yield line
                 result = build.result
+                if made_from is not None and result["entries"] <= 1:
+                    yield Progress(message="an empty layer", fraction=1.0, result={})
+                    return
                 async with self._publishing:
                     await asyncio.to_thread(self._store.publish, build.image, result["digest"])
                     layer = await asyncio.to_thread(self._catalog.add, result["digest"], name, kind, result["size"], digests, source)
+                    if made_from is not None:
+                        await asyncio.to_thread(self._catalog.set_made_from, made_from(result), result["digest"])
             finally:
                 await asyncio.shield(asyncio.to_thread(work.close))
         left_out = "".join(f"; left out: {count} {reason}" for reason, count in result["dropped"].items())
         yield Progress(
             message=f"{layer.digest} {result['entries']} entries, {layer.size >> 20} MiB{left_out}", fraction=1.0, result=_plain(layer)
         )
+
+    # --------------------------------------------------------------------------------------------------------------------- whole images
+
+    async def pull(self, request: ImagePull) -> AsyncGenerator[Progress, None]:
+        """Bring an image from a registry; the last line's `result` is its EnvironmentInfo. docs/oci.md."""
+        reference = parse(request.reference)
+        source = Registry(reference, request.username, request.password, plain_http=request.plain_http)
+        async with contextlib.aclosing(source):
+            async for line in self._import(lambda work: source, request.platform, request.name, reference.short):
+                yield line
+
+    async def import_image(
+        self, origin: Path | AsyncIterator[bytes], name: str | None = None, image: str | None = None, platform: str = "linux/amd64"
+    ) -> AsyncGenerator[Progress, None]:
+        """Make an environment of an OCI layout (a directory or a tar) or a `docker save` archive, of this node or uploaded.
+
+        `image`: which one, where there are several.
+        """
+        if isinstance(origin, Path) and (_absolute(str(origin), "path").is_dir() or await asyncio.to_thread(is_plain, origin)):
+            async for line in self._import(lambda work: FileSource(origin, image), platform, name, "image"):
+                yield line
+            return
+        work = await asyncio.to_thread(self._store.open_workspace)
+        try:
+            upload = work.path / "image.tar"
+            await receive(chunks(origin) if isinstance(origin, Path) else origin, upload, self.caps.bytes)
+            async for line in self._import(lambda work: FileSource(upload, image), platform, name, "image"):
+                yield line
+        finally:
+            await asyncio.shield(asyncio.to_thread(work.close))
+
+    async def _import(
+        self, origin: Callable[[Path], ImageSource], platform: str, name: str | None, fallback: str
+    ) -> AsyncGenerator[Progress, None]:
+        work = await asyncio.to_thread(self._store.open_workspace)
+        try:
+            async with contextlib.aclosing(Importer(self, work.path).run(origin(work.path), platform, name, fallback)) as lines:
+                async for line in lines:
+                    yield line
+        finally:
+            await asyncio.shield(asyncio.to_thread(work.close))
 
     # --------------------------------------------------------------------------------------------------------------------- environments
 
@@ -312,7 +366,16 @@ class Images:
         digests = [self._digest(layer) for layer in spec.layers]
         self._refresh()
         self._resolved(name, digests)
-        return self._catalog.put_environment(base, tag, EnvironmentSpec(layers=digests, env=spec.env, user=spec.user, workdir=spec.workdir))
+        return self._catalog.put_environment(base, tag, msgspec.structs.replace(spec, layers=digests))
+
+    def made_from(self, source: str) -> str | None:
+        """The layer that was made of this input before."""
+        return self._catalog.made_from(source)
+
+    def layer_path(self, digest: str) -> Path:
+        """The image file of a layer that is known and not damaged."""
+        self._refresh()
+        return self._resolved(None, [digest]).layers[0].path
 
     async def get_environment(self, name: str) -> EnvironmentInfo:
         """One environment; LayerNotFound when there is none."""

@@ -12,8 +12,9 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from dsec.images.sparse import Region, old_map, pax_map, read_map
 from libdsec.errors import LayerInvalid
 
 BLOCK = 512
@@ -27,6 +28,15 @@ class Reader(Protocol):
     """What `normalize` reads from."""
 
     def read(self, size: int, /) -> bytes: ...
+
+
+@runtime_checkable
+class Members(Protocol):
+    """Archive members in order: what `TarReader` is, and what changes members on their way through `normalize`."""
+
+    def next(self) -> Entry | None: ...
+
+    def payload(self, size: int = ..., /) -> bytes: ...
 
 
 class Writer(Protocol):
@@ -107,6 +117,9 @@ class TarReader:
         self._source = source
         self._left = 0
         self._padding = 0
+        self._regions: list[Region] | None = None  # of a sparse member: where its data belongs
+        self._at = 0  # position in a sparse member's content
+        self._size = 0
         self._global: dict[bytes, bytes] = {}
         self._last = b""
         self.position = 0
@@ -123,8 +136,32 @@ class TarReader:
             parts.append(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def payload(self, size: int = COPY) -> bytes:
-        """The next bytes of the member's data; empty at its end."""
+    @property
+    def sparse(self) -> bool:
+        """Whether the current member has holes."""
+        return self._regions is not None
+
+    def payload(self, size: int = COPY, /) -> bytes:
+        """The next bytes of the member's data, holes as zeros; empty at its end."""
+        if self._regions is not None:
+            return self._filled(size)
+        return self._stored(size)
+
+    def _filled(self, size: int) -> bytes:
+        assert self._regions is not None
+        while self._regions and self._at >= self._regions[0].end:
+            self._regions.pop(0)
+        end = self._regions[0].offset if self._regions else self._size
+        if self._at < end:
+            data = bytes(min(size, end - self._at))
+        elif self._regions:
+            data = self._stored(min(size, self._regions[0].end - self._at))
+        else:
+            return b""
+        self._at += len(data)
+        return data
+
+    def _stored(self, size: int) -> bytes:
         if not self._left:
             return b""
         data = self._take(min(size, self._left))
@@ -132,8 +169,9 @@ class TarReader:
         return data
 
     def _skip(self) -> None:
-        while self.payload():
+        while self._stored(COPY):
             pass
+        self._regions = None
         if self._padding:
             self._take(self._padding)
             self._padding = 0
@@ -198,8 +236,9 @@ class TarReader:
         self._last = name
         if kind in (b"\0", b"7"):
             kind = DIRECTORY if name.endswith(b"/") and kind == b"\0" else REGULAR
-        if kind == b"S" or any(key.startswith(b"GNU.sparse.") for key in pax):
-            raise LayerInvalid(f"tar entry {show(name)} is a sparse member: write the archive without --sparse")
+        sparse = kind == b"S" or any(key.startswith(b"GNU.sparse.") for key in pax)
+        if kind == b"S":
+            kind = REGULAR
         if kind not in (REGULAR, HARDLINK, SYMLINK, CHAR, BLOCKDEV, DIRECTORY, FIFO):
             raise LayerInvalid(f"tar entry {show(name)} has the unknown type {kind!r}")
         if b"size" in pax:
@@ -210,6 +249,8 @@ class TarReader:
             # A hard link's size, where a writer repeats the target's, has no data behind it; the others have none at all.
             size = 0
         self._left, self._padding = size, -size % BLOCK
+        if sparse:
+            name, size = self._holes(header, kind, size, pax, name)
         mtime = pax.get(b"mtime")
         if mtime is None:
             mtime = b"%d" % _number(header[136:148], "time", name)
@@ -229,6 +270,34 @@ class TarReader:
             major=_number(header[329:337], "device number", name),
             minor=_number(header[337:345], "device number", name),
         )
+
+
+    def _holes(self, header: bytes, kind: bytes, stored: int, pax: dict[bytes, bytes], name: bytes) -> tuple[bytes, int]:
+        """Read the map of a sparse member. Its real name and size."""
+        if kind != REGULAR:
+            raise LayerInvalid(f"tar entry {show(name)} is a sparse member but not a file")
+        if header[156:157] != b"S" and not re.fullmatch(rb"\d{1,19}", pax.get(b"GNU.sparse.realsize", pax.get(b"GNU.sparse.size", b""))):
+            raise LayerInvalid(f"tar entry {show(name)} is a sparse member without a size")
+        if header[156:157] == b"S":
+            regions, real = old_map(header, lambda: self._take(BLOCK), show(name))
+        elif pax.get(b"GNU.sparse.major") == b"1":
+            name = pax.get(b"GNU.sparse.name", name)
+            real = int(pax.get(b"GNU.sparse.realsize", b"0"))
+            regions = read_map(lambda: self._stored(BLOCK), show(name))
+        else:
+            name = pax.get(b"GNU.sparse.name", name)
+            real = int(pax.get(b"GNU.sparse.size", b"0"))
+            regions = pax_map(pax.get(b"GNU.sparse.map", b""), show(name))
+        at = 0
+        for region in regions:
+            if region.offset < at or region.end > real:
+                raise LayerInvalid(f"tar entry {show(name)} is a sparse member whose parts overlap or lie beyond its end")
+            at = region.end
+        if sum(region.size for region in regions) != self._left:
+            raise LayerInvalid(f"tar entry {show(name)} is a sparse member of {self._left} bytes whose map says something else")
+        self._regions, self._at, self._size = [region for region in regions if region.size], 0, real
+        self._last = name
+        return name, real
 
 
 def _decimal(raw: bytes, what: str, name: bytes) -> int:
@@ -347,13 +416,20 @@ def clean(name: bytes, what: str) -> bytes:
 
 
 def normalize(
-    source: Reader, sink: Writer, *, prefix: str = "/", caps: Caps = Caps(), progress: Callable[[Summary], None] | None = None
+    source: Reader | Members,
+    sink: Writer,
+    *,
+    prefix: str = "/",
+    caps: Caps = Caps(),
+    progress: Callable[[Summary], None] | None = None,
+    devices: bool = False,
 ) -> Summary:
-    """Read an archive, write the canonical one, and return what it holds."""
+    """Read an archive, write the canonical one, and return what it holds. `devices`: keep device nodes outside /dev (no sandbox can open
+    them)."""
     summary = Summary()
     seen: dict[bytes, bytes] = {b"": DIRECTORY}
     base = clean(prefix.encode() or b"/", "prefix")
-    reader = TarReader(source)
+    reader: Members = source if isinstance(source, Members) else TarReader(source)
 
     def emit(entry: Entry) -> None:
         seen[entry.name] = entry.kind
@@ -384,7 +460,7 @@ def normalize(
             if base:
                 parents(base + b"/x", given)
             continue  # the root and the prefix belong to the platform: 0755, root
-        if not _wanted(entry, given, path, summary):
+        if not _wanted(entry, given, path, summary, devices):
             continue
         _check(entry, given, base, seen)
         parents(entry.name, given)
@@ -402,8 +478,8 @@ def normalize(
     return summary
 
 
-def _wanted(entry: Entry, given: bytes, path: bytes, summary: Summary) -> bool:
-    """Whether a device node stays: whiteouts do, those under /dev are the platform's own business, others are refused."""
+def _wanted(entry: Entry, given: bytes, path: bytes, summary: Summary, devices: bool) -> bool:
+    """Whether a device node stays: whiteouts do, those under /dev are the platform's own business, others are refused unless asked for."""
     if entry.kind not in (CHAR, BLOCKDEV):
         return True
     if entry.kind == CHAR and (entry.major, entry.minor) == (0, 0):
@@ -412,6 +488,8 @@ def _wanted(entry: Entry, given: bytes, path: bytes, summary: Summary) -> bool:
     if path.split(b"/")[0] == b"dev":
         summary.drop("device nodes under /dev (the platform makes its own)")
         return False
+    if devices:
+        return True
     raise LayerInvalid(
         f"tar entry {show(given)} is a device node ({entry.major}:{entry.minor}); only whiteouts (0:0) and nodes under /dev are taken"
     )

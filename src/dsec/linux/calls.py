@@ -7,14 +7,14 @@ import errno
 import os
 import platform
 
-MS_RDONLY, MS_REC, MS_PRIVATE = 1, 16384, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1, 2, 4, 16384, 1 << 18
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 38, 22
 
 # Numbers of system calls newer than the headers of the oldest supported machine: equal on every architecture since 424.
-OPEN_TREE, CLONE3, MOUNT_SETATTR = 428, 435, 442
-AT_EMPTY_PATH, OPEN_TREE_CLONE, MOUNT_ATTR_IDMAP = 0x1000, 1, 0x00100000
+OPEN_TREE, MOVE_MOUNT, CLONE3, MOUNT_SETATTR = 428, 429, 435, 442
+AT_FDCWD, AT_EMPTY_PATH, OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_IDMAP = -100, 0x1000, 1, 4, 0x00100000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -45,6 +45,30 @@ def umount(target: str, flags: int = 0) -> None:
 def unshare(flags: int) -> None:
     """unshare(2)."""
     _checked(_libc.unshare(flags), "unshare")
+
+
+def setns(fd: int, flags: int) -> None:
+    """setns(2)."""
+    _checked(_libc.setns(fd, flags), "setns")
+
+
+def borrow_tree(pid: int, source: str, target: str) -> None:
+    """Show a directory of another process's mount namespace at `target` in this process's own, which must be private."""
+    own = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    theirs = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        setns(theirs, CLONE_NEWNS)
+        try:
+            tree = syscall(OPEN_TREE, AT_FDCWD, source.encode(), OPEN_TREE_CLONE | os.O_CLOEXEC)
+        finally:
+            setns(own, CLONE_NEWNS)
+    finally:
+        os.close(own)
+        os.close(theirs)
+    try:
+        syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)
+    finally:
+        os.close(tree)
 
 
 def prctl(option: int, *args: int) -> int:

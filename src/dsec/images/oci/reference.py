@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from libdsec.errors import InvalidRequest
 
 DOCKER_HUB = "docker.io"
-_HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)*|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?")
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_HOST = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[0-9a-fA-F:]+\])(?::[0-9]{{1,5}})?")
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _REPOSITORY = re.compile(rf"{_PART}(?:/{_PART})*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -62,5 +63,5 @@ def parse(text: str) -> Reference:
     if not _HOST.fullmatch(registry):
         raise InvalidRequest(f"image reference {text!r}: {registry!r} is not a registry's host", field="reference")
     if not _REPOSITORY.fullmatch(repository) or len(repository) > 255:
-        raise InvalidRequest(f"image reference {text!r}: {repository!r} is not a repository (small letters, digits and . _ - /)", field="reference")
+        raise InvalidRequest(f"image reference {text!r}: {repository!r} is not a repository", field="reference")
     return Reference(registry, repository, tag or (None if digest else "latest"), digest or None)

@@ -200,3 +200,16 @@ def environment(config: Config, layers: Sequence[str], what: str) -> Environment
         cmd=list(run.cmd or []),
         labels=dict(run.labels or {}),
     )
+
+
+def digest_of(data: bytes) -> str:
+    """The sha256 digest of a document."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def chain_ids(diff_ids: Sequence[str]) -> list[str]:
+    """For each layer the digest that stands for it and all below it (image-spec, "Layer ChainID")."""
+    chain: list[str] = []
+    for diff_id in diff_ids:
+        chain.append(digest_of(f"{chain[-1]} {diff_id}".encode()) if chain else diff_id)
+    return chain

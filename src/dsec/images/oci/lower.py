@@ -1,0 +1,153 @@
+"""What lies below the layer that is being made: the layers under it, mounted read only in a mount namespace of this process alone.
+
+Nothing is mounted before the first question. Paths are bytes without a leading slash. No symbolic link is ever followed by the kernel:
+each part of a path is looked at, so that nothing inside an image can point outside of it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from dsec.images.tarstream import BLOCKDEV, CHAR, DIRECTORY, FIFO, REGULAR, SYMLINK, Entry
+from dsec.linux import calls
+from libdsec.errors import LayerInvalid
+
+_KINDS = {
+    stat.S_IFREG: REGULAR,
+    stat.S_IFDIR: DIRECTORY,
+    stat.S_IFLNK: SYMLINK,
+    stat.S_IFIFO: FIFO,
+    stat.S_IFCHR: CHAR,
+    stat.S_IFBLK: BLOCKDEV,
+}
+_FOLLOWED = 40  # symbolic links in one path, as the kernel allows
+
+
+class Lower:
+    """The tree of `images`, base first. `at`: an empty directory for the mounts, which go with this process."""
+
+    def __init__(self, images: Sequence[str], at: Path) -> None:
+        self._images, self._at = images, at
+        self._root: bytes | None = None
+        self._directories: dict[bytes, bool] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._images)
+
+    @property
+    def root(self) -> bytes:
+        """Where the tree is mounted."""
+        if self._root is None:
+            self._root = os.fsencode(self._mount())
+        return self._root
+
+    def _mount(self) -> Path:
+        calls.private_mounts()
+        self._at.mkdir(mode=0o700)
+        for number, image in enumerate(self._images):
+            (self._at / str(number)).mkdir()
+            calls.mount(image, str(self._at / str(number)), "erofs", calls.MS_RDONLY | calls.MS_NODEV | calls.MS_NOSUID)
+        if len(self._images) == 1:
+            return self._at / "0"
+        whole = self._at / "all"
+        whole.mkdir()
+        here = os.getcwd()
+        os.chdir(self._at)  # short names: the options of a mount fit into one page
+        try:
+            names = ":".join(str(number) for number in reversed(range(len(self._images))))
+            calls.mount("overlay", str(whole), "overlay", calls.MS_RDONLY | calls.MS_NODEV | calls.MS_NOSUID, f"lowerdir={names}")
+        finally:
+            os.chdir(here)
+        return whole
+
+    def _is_directory(self, path: bytes) -> bool:
+        if not path:
+            return True
+        known = self._directories.get(path)
+        if known is None:
+            found = self.status(path)
+            known = self._directories[path] = found is not None and stat.S_ISDIR(found.st_mode)
+        return known
+
+    def status(self, path: bytes) -> os.stat_result | None:
+        """The file itself, links not followed; None when it is not there or a part of the path is not a directory."""
+        if not self._images or not self._is_directory(path.rpartition(b"/")[0]):
+            return None
+        try:
+            return os.lstat(os.path.join(self.root, path))
+        except FileNotFoundError:
+            return None
+
+    def names(self) -> list[bytes]:
+        """What is in the root directory."""
+        return sorted(os.listdir(self.root)) if self._images else []
+
+    def target(self, path: bytes) -> bytes:
+        """Where a symbolic link points."""
+        return os.readlink(os.path.join(self.root, path))
+
+    def entry(self, path: bytes) -> Entry | None:
+        """The file as an archive member; None when it is not there or a socket."""
+        found = self.status(path)
+        if found is None or (kind := _KINDS.get(stat.S_IFMT(found.st_mode))) is None:
+            return None
+        full = os.path.join(self.root, path)
+        seconds, nanoseconds = divmod(found.st_mtime_ns, 1_000_000_000)
+        return Entry(
+            path,
+            kind,
+            mode=stat.S_IMODE(found.st_mode),
+            uid=found.st_uid,
+            gid=found.st_gid,
+            size=found.st_size if kind == REGULAR else 0,
+            mtime=b"%d.%09d" % (seconds, nanoseconds),
+            link=os.readlink(full) if kind == SYMLINK else b"",
+            major=os.major(found.st_rdev),
+            minor=os.minor(found.st_rdev),
+            xattrs={
+                os.fsencode(name): os.getxattr(full, name, follow_symlinks=False) for name in os.listxattr(full, follow_symlinks=False)
+            },
+        )
+
+    def open(self, path: bytes) -> IO[bytes]:
+        """Read a regular file that `status` or `entry` found."""
+        return open(os.open(os.path.join(self.root, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+
+    def walk(self, path: bytes) -> Iterator[bytes]:
+        """A directory and all below it, sorted, directories before what is in them."""
+        yield path
+        found = self.status(path)
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            for name in sorted(os.listdir(os.path.join(self.root, path))):
+                yield from self.walk(path + b"/" + name if path else name)
+
+    def resolve(self, path: bytes, *, last: bool = True) -> bytes:
+        """The path with every symbolic link in it followed inside the tree, as a chroot would; what is not there stays as it is written.
+
+        `last`: the last part too. LayerInvalid for a loop.
+        """
+        rest, done, followed = path.split(b"/"), b"", 0
+        while rest:
+            part = rest.pop(0)
+            if part in (b"", b"."):
+                continue
+            if part == b"..":
+                done = done.rpartition(b"/")[0]
+                continue
+            here = done + b"/" + part if done else part
+            found = self.status(here) if rest or last else None
+            if found is not None and stat.S_ISLNK(found.st_mode):
+                followed += 1
+                if followed > _FOLLOWED:
+                    raise LayerInvalid(f"too many symbolic links in '{os.fsdecode(path)}'")
+                target = self.target(here)
+                rest = target.split(b"/") + rest
+                if target.startswith(b"/"):
+                    done = b""
+            else:
+                done = here
+        return done
