@@ -17,7 +17,7 @@ from libdsec.errors import InvalidRequest, SandboxEnded, SessionBusy, SessionExi
 from libdsec.files import Files
 from libdsec.result import ExecResult
 from libdsec.stream import Callback, CommandStream
-from libdsec.wire import CommandInfo, LeaseRequest, PtySize, SandboxInfo, SessionInfo, SessionSpec, Usage
+from libdsec.wire import CommandInfo, LeaseRequest, PackRequest, PackResult, PtySize, SandboxInfo, SessionInfo, SessionSpec, Usage
 
 if TYPE_CHECKING:
     from libdsec.api import Api
@@ -279,6 +279,20 @@ class Sandbox:
         if info.deadline is None or info.deadline >= time.time() + seconds:
             return info
         return await self.set_lifetime(max_lifetime=seconds)
+
+    async def pack_diff(
+        self,
+        name: str,
+        *,
+        tag: str = "latest",
+        scrub: Sequence[str] = ("cache", "history", "credential"),
+        drop: Sequence[str] = (),
+        timeout: float = 3600.0,
+    ) -> PackResult:
+        """Make a layer of what was changed here, and an environment `name:tag` to create sandboxes from. It runs on; for a moment it stands
+        still, so that the layer shows one point in time. `scrub`: also "git"; `drop`: patterns of paths. The report says what was left out."""
+        wanted = PackRequest(name=name, tag=tag, scrub=list(scrub), drop=list(drop))
+        return await self._api.call("POST", f"{self._path}/pack", PackResult, body=wanted, timeout=timeout)
 
     async def stop(self) -> SandboxInfo:
         """End it, with everything in it. No error when it has ended."""

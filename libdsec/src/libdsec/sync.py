@@ -419,6 +419,14 @@ class SyncSandbox(_Wrapper):
         """Let it live for at least `seconds` from now. A later deadline, or none, is kept."""
         return self._portal.run(self._inner.extend(seconds))
 
+    def pack_diff(
+        self, name: str, *, tag: str = "latest", scrub: Sequence[str] = ("cache", "history", "credential"), drop: Sequence[str] = (),
+        timeout: float = 3600.0,
+    ) -> PackResult:
+        """Make a layer of what was changed here, and an environment `name:tag` to create sandboxes from. It runs on; for a moment it stands
+        still, so that the layer shows one point in time. `scrub`: also "git"; `drop`: patterns of paths. The report says what was left out."""
+        return self._portal.run(self._inner.pack_diff(name, tag=tag, scrub=scrub, drop=drop, timeout=timeout))
+
     def stop(self) -> SandboxInfo:
         """End it, with everything in it. No error when it has ended."""
         return self._portal.run(self._inner.stop())

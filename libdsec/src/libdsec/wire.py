@@ -331,6 +331,33 @@ class LayerRequest(Model):
     prefix: str = "/"  # where `directory` or `tar` is put inside the layer
 
 
+class PackRequest(Model):
+    """Make a layer of what a sandbox changed. `scrub`: kinds of files to leave out; `drop`: patterns of paths (`*`, `**`, `?`) to leave out."""
+
+    name: str  # of the layer and of the environment `name:tag` on top of it
+    tag: str = "latest"
+    scrub: list[str] = msgspec.field(default_factory=lambda: ["cache", "history", "credential"])  # and "git"
+    drop: list[str] = msgspec.field(default_factory=list)
+
+
+class PackDropped(Reply):
+    """What a diff does not hold, for one reason."""
+
+    entries: int
+    bytes: int
+    examples: list[str]
+
+
+class PackReport(Reply):
+    """What a diff holds, and what it does not and why: platform, asked, cache, history, credential, git, socket."""
+
+    entries: int
+    bytes: int
+    whiteouts: int
+    sparse: bool
+    dropped: dict[str, PackDropped]
+
+
 class EnvironmentSpec(Model):
     """A manifest: ordered layers (base first), ENV, USER, WORKDIR, entry points and the limits that a sandbox has when it asks for none."""
 
@@ -358,6 +385,14 @@ class EnvironmentInfo(Reply):
     cmd: list[str] = msgspec.field(default_factory=list)
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     limits: Limits = msgspec.field(default_factory=Limits)
+
+
+class PackResult(Reply):
+    """A packed diff: the layer, the environment that a sandbox like this one can be made from, and the report."""
+
+    layer: LayerInfo
+    environment: EnvironmentInfo
+    report: PackReport
 
 
 class ImagePull(Model):

@@ -19,6 +19,8 @@ from libdsec.wire import (
     MkdirRequest,
     MoveRequest,
     NodeInfo,
+    PackRequest,
+    PackResult,
     PtySize,
     SandboxInfo,
     SandboxSpec,
@@ -105,6 +107,8 @@ ROUTES: tuple[Route, ...] = (
     Route("PUT", _S + "/archive", files.upload, "Unpack a tar archive below a directory, which is made if it is not there",
           body=TAR, reply=UnpackResult,
           params=(_PATH, _USER)),
+    Route("POST", _S + "/pack", sandboxes.pack, "Make a layer and an environment of what the sandbox changed", body=PackRequest,
+          reply=PackResult),
     # layers and environments
     Route("GET", "/v1/layers", layers.list_all, "All layers, newest first", reply=list[LayerInfo]),
     Route("POST", "/v1/layers", layers.build, "Build a layer on the node; the reply is progress in lines, the last has `result` or `error`",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dsec.apiserver.app import Parts
 from dsec.apiserver.request import Request
 from libdsec.errors import InvalidRequest
-from libdsec.wire import API_VERSION, BatchRequest, LeaseRequest, SandboxSpec, VersionInfo
+from libdsec.wire import API_VERSION, BatchRequest, LeaseRequest, PackRequest, SandboxSpec, VersionInfo
 
 _STATES = ("creating", "running", "ended", "all")
 
@@ -50,6 +50,12 @@ async def stop(parts: Parts, request: Request) -> None:
 async def lease(parts: Parts, request: Request) -> None:
     change: LeaseRequest = request.body
     await request.reply(await parts.edge.lease(request.path["id"], change))
+
+
+async def pack(parts: Parts, request: Request) -> None:
+    wanted: PackRequest = request.body
+    request.watch()  # nobody else could use the result of a long build
+    await request.reply(await parts.edge.pack_diff(request.path["id"], wanted))
 
 
 async def usage(parts: Parts, request: Request) -> None:

@@ -37,6 +37,20 @@ class ResolvedImage:
     workdir: str = "/"
 
 
+@dataclass(frozen=True, slots=True)
+class DiffOrigin:
+    """A copy of a sandbox's writable layer, and what it lies on."""
+
+    sandbox: str
+    mounts_of: int  # a process in whose mount namespace `tree` is
+    tree: str
+    uid_base: int  # what its owners are shifted by
+    layers: Sequence[str]
+    image: str | None
+    user: str
+    workdir: str
+
+
 def check_name(name: str) -> str:
     """A layer's name."""
     if not NAME.fullmatch(name) or ".." in name or "//" in name:

@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 
+from dsec.images import diffs
 from dsec.images.build import Build, Origin, Source, debian_source, directory_source
 from dsec.images.catalog import Catalog
-from dsec.images.model import DIGEST, KINDS, MAX_LAYERS, Layer, ResolvedImage, check_name, split_reference
+from dsec.images.model import DIGEST, KINDS, MAX_LAYERS, DiffOrigin, Layer, ResolvedImage, check_name, split_reference
 from dsec.images.oci.archive import FileSource, chunks, is_plain, receive
 from dsec.images.oci.importer import Importer
 from dsec.images.oci.reference import parse
@@ -29,7 +30,7 @@ from dsec.images.store import LayerStore
 from dsec.images.tarstream import Caps, clean
 from dsec.linux.tools import Tools
 from libdsec.errors import BuildFailed, InvalidRequest, LayerInvalid, LayerNotFound
-from libdsec.wire import EnvironmentInfo, EnvironmentSpec, ImagePull, LayerInfo, LayerRequest, Progress
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, ImagePull, LayerInfo, LayerRequest, PackRequest, PackResult, Progress
 
 PARALLEL_BUILDS = 2
 Layers = list[LayerInfo]  # inside the class `list` is a method
@@ -307,7 +308,9 @@ class Images:
                 await asyncio.shield(asyncio.to_thread(work.close))
         left_out = "".join(f"; left out: {count} {reason}" for reason, count in result["dropped"].items())
         yield Progress(
-            message=f"{layer.digest} {result['entries']} entries, {layer.size >> 20} MiB{left_out}", fraction=1.0, result=_plain(layer)
+            message=f"{layer.digest} {result['entries']} entries, {layer.size >> 20} MiB{left_out}",
+            fraction=1.0,
+            result=_plain(layer) | {name: result[name] for name in ("report",) if name in result},
         )
 
     # --------------------------------------------------------------------------------------------------------------------- whole images
@@ -350,6 +353,14 @@ class Images:
                     yield line
         finally:
             await asyncio.shield(asyncio.to_thread(work.close))
+
+    def check_pack(self, request: PackRequest) -> None:
+        """Whether a diff can be packed as asked. InvalidRequest."""
+        diffs.check(request)
+
+    async def pack(self, origin: DiffOrigin, request: PackRequest) -> PackResult:
+        """Make a layer and an environment of a copy of a writable layer."""
+        return await diffs.pack(self, origin, request)
 
     # --------------------------------------------------------------------------------------------------------------------- environments
 

@@ -73,7 +73,7 @@ def _help(path: Path, modified: int) -> str:
 def mkfs_erofs_features(path: Path) -> frozenset[str]:
     """Long options of this mkfs.erofs that change how layers are built: `tar` (1.8: no extraction), `mkfs-time` (reproducible)."""
     text = _help(path, path.stat().st_mtime_ns)
-    return frozenset(name for name in ("tar", "mkfs-time", "blobdev") if f"--{name}" in text)
+    return frozenset(name for name in ("tar", "mkfs-time", "blobdev", "uid-offset") if f"--{name}" in text)
 
 
 @lru_cache(maxsize=16)

@@ -8,8 +8,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from dsec.images.model import Layer, ResolvedImage
+from dsec.images.model import DiffOrigin, Layer, ResolvedImage
 from libdsec.errors import Unsupported
+from libdsec.wire import PackRequest, PackResult
 
 __all__ = [
     "CAPABILITIES", "Backend", "DiskUsage", "ImageResolver", "Layer", "ResolvedImage", "StartSpec", "Started", "capabilities", "require",
@@ -18,7 +19,7 @@ __all__ = [
 # What a sandbox of a backend can do. A backend names every one of them.
 CAPABILITIES = (
     "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "network_rules",
-    "egress_hosts", "pause_memory", "pause_disk", "fork", "snapshot", "gpu", "desktop", "nested_containers", "privileged",
+    "egress_hosts", "pause_memory", "pause_disk", "fork", "snapshot", "pack_diff", "gpu", "desktop", "nested_containers", "privileged",
     "trusted_supervisor",
 )  # fmt: skip
 
@@ -44,6 +45,14 @@ class ImageResolver(Protocol):
 
     def unpin(self, sandbox_id: str) -> None:
         """The sandbox is gone."""
+        ...
+
+    def check_pack(self, request: PackRequest) -> None:
+        """Whether a diff can be packed as asked. InvalidRequest."""
+        ...
+
+    async def pack(self, origin: DiffOrigin, request: PackRequest) -> PackResult:
+        """Make a layer and an environment of a copy of a writable layer."""
         ...
 
 
@@ -126,6 +135,14 @@ class Backend(Protocol):
 
     async def disk_usage(self) -> DiskUsage:
         """How full the writable medium is."""
+        ...
+
+    async def snapshot(self, name: str) -> tuple[int, str]:
+        """Where the tree of a snapshot that a supervisor took is: a process, and a directory in its mount namespace."""
+        ...
+
+    async def drop_snapshot(self, name: str) -> None:
+        """Remove a snapshot. No error when it is not there."""
         ...
 
 

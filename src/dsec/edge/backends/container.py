@@ -36,7 +36,8 @@ class Container:
 
     name = "container"
     capabilities = capabilities(
-        "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "trusted_supervisor"
+        "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "pack_diff",
+        "trusted_supervisor",
     )
 
     def __init__(self, config: EdgeConfig, prefix: str, survivor: Callable[[], int | None], on_restart: Callable[[], None]) -> None:
@@ -113,6 +114,15 @@ class Container:
         fields = Fields((await (await self._running()).call(wire.F_DISK_USAGE)).payload)
         size = fields.u64(wire.T_SIZE)
         return DiskUsage(size, fields.u64(wire.T_BYTES))
+
+    async def snapshot(self, name: str) -> tuple[int, str]:
+        """The launcher's namespace holds the medium. The upper directory of the overlay is the tree."""
+        return (await self._running()).pid, f"/.node/medium/{name}/u"
+
+    async def drop_snapshot(self, name: str) -> None:
+        """A launcher that is gone took its snapshots along: the next one drops what it finds."""
+        with contextlib.suppress(ConnectionLost):
+            await (await self._running()).call(wire.F_DROP_SNAPSHOT, wire.text(wire.T_NAME, name))
 
     async def unmount(self, digest: str) -> None:
         """Let go of a layer that no sandbox uses any more, before its file is deleted."""
