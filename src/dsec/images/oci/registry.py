@@ -28,6 +28,7 @@ from libdsec.errors import BuildFailed, InvalidRequest, LayerInvalid, LayerNotFo
 
 ACCEPT = ", ".join((*spec.MANIFESTS, *spec.INDEXES))
 ATTEMPTS = 5
+PAUSE = 0.5  # seconds before the second attempt; doubles
 REDIRECTS = 5
 CHUNK = 1 << 20
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
@@ -60,7 +61,6 @@ class Registry:
         password: str | None = None,
         *,
         plain_http: bool = False,
-        pause: float = 0.5,  # seconds before the second attempt; doubles
     ) -> None:
         if (username is None) != (password is None):
             raise InvalidRequest("a user name needs a password, and a password a user name", field="password")
@@ -72,7 +72,6 @@ class Registry:
             self._basic = "Basic " + base64.b64encode(f"{username}:{password}".encode()).decode()
         self._authorization: str | None = None
         self._signing_in = asyncio.Lock()
-        self._pause = pause
         self._client = httpx.AsyncClient(timeout=TIMEOUT, headers={"user-agent": "dsec"}, follow_redirects=False)
 
     async def aclose(self) -> None:
@@ -138,7 +137,7 @@ class Registry:
                 if done and not (response.status_code == 206 and response.headers.get("content-range", "").startswith(f"bytes {done}-")):
                     on_bytes(-done)  # no ranges here: from the beginning
                     digest, done = hashlib.new(algorithm), 0
-                async for data in response.aiter_raw(CHUNK):
+                async for data in response.aiter_raw():  # as it comes: what came before a break counts
                     if done + len(data) > one.size:
                         raise LayerInvalid(f"{what} has more than the {one.size} bytes that its manifest says")
                     try:
@@ -170,7 +169,7 @@ class Registry:
             except (httpx.TransportError, httpx.StreamError) as error:
                 failed = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             if number < ATTEMPTS:
-                await asyncio.sleep(min(LONGEST_WAIT, after if after is not None else self._pause * 2**number * random.uniform(0.5, 1)))
+                await asyncio.sleep(min(LONGEST_WAIT, after if after is not None else PAUSE * 2**number * random.uniform(0.5, 1)))
         raise BuildFailed(f"{what} could not be brought in {ATTEMPTS} attempts: {failed}", reference=str(self.reference))
 
     @contextlib.asynccontextmanager
