@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.harness import seed_layers
+
 from libdsec import DSecClient
 from libdsec.errors import LayerNotFound
 
@@ -202,12 +204,14 @@ class Node:
 
 
 @contextlib.contextmanager
-def node(medium_mb: int = 8192) -> Iterator[Node]:
-    """Start a node in a directory of its own; end it and remove everything of it afterwards."""
+def node(medium_mb: int = 8192, bases: bool = False) -> Iterator[Node]:
+    """Start a node in a directory of its own; end it and remove everything of it afterwards. `bases`: with the layers of `make setup`."""
     # every parent is open to all: crun's and podman's root is nobody outside
     home = Path(f"/var/tmp/dsec-bench-{secrets.token_hex(3)}")
     run = Path(f"/tmp/dsec-bench-{secrets.token_hex(3)}")
     (home / "state").mkdir(parents=True)
+    if bases:
+        seed_layers(home / "state")
     settings = {
         "DSEC_STATE": str(home / "state"), "DSEC_RUN": str(run), "DSEC_LISTEN": "127.0.0.1:0", "DSEC_NODE_MEDIUM_SIZE_MB": str(medium_mb),
         "DSEC_NODE_MEMORY_RESERVE_MB": "512",

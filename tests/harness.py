@@ -144,12 +144,12 @@ class Node:
 def start_node(home: Path, medium_mb: int = MEDIUM_MB) -> Node:
     """A started node whose catalog holds the base layers (`busybox`, `bookworm`) that `make setup` built."""
     node = Node(home, medium_mb)
-    _seed(node.state)
+    seed_layers(node.state)
     node.start()
     return node
 
 
-def _seed(state: Path) -> None:
+def seed_layers(state: Path) -> None:
     """Base layers as hard links and a copy of their catalog: building them takes half a minute, and they are content addressed."""
     if not (BASES / "catalog.db").exists():
         raise RuntimeError(f"no base layers in {BASES}: run make setup")
