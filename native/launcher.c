@@ -204,10 +204,14 @@ static void serve(const struct frame *h, size_t size) {
 
 // Whatever the loader died of: readers wait for the next one.
 static void revive(void) {
+  static time_t last;
+  struct timespec now;
   struct fault f = {0};
-  fprintf(stderr, "launcher: the loader died and is started again\n");
+  clock_gettime(CLOCK_MONOTONIC, &now);
   close_fd(&node.loader);
-  nap_us(10000);                       // one that cannot live must not keep us from our work
+  if (now.tv_sec == last) return;      // one that cannot live must not keep us from our work: poll comes back to it
+  last = now.tv_sec;
+  fprintf(stderr, "launcher: the loader died and is started again\n");
   if ((node.loader = loader_start(&f)) < 0) fprintf(stderr, "launcher: %s\n", f.message);
 }
 
@@ -215,8 +219,9 @@ static int loop(void) {
   for (;;) {
     struct frame h;
     struct pollfd p[] = {{.fd = CONTROL, .events = POLLIN}, {.fd = node.loader, .events = POLLIN}};
-    if (poll(p, 2, -1) < 0) continue;
-    if (p[1].revents) revive();
+    int dead = node.loader < 0 && loader_present();
+    if (poll(p, 2, dead ? 200 : -1) < 0) continue;
+    if (p[1].revents || dead) revive();
     if (!p[0].revents) continue;
     ssize_t n = recv(CONTROL, request, sizeof request, 0);
     if (n < 0 && errno == EINTR) continue;

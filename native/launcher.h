@@ -9,10 +9,11 @@ int launcher_main(int argc, char **argv);
 // The fields of a launcher request. One struct for all; what a request does not use stays empty.
 struct order {
   struct spec spec;
-  const char *name, *path;
+  const char *name, *path, *data;
   const char *keep[4096];              // T_ID of MOUNT_MEDIUM: volumes to leave alone
   int nkeep;
   uint64_t bytes;
+  int fill;
 };
 int order_read(struct order *o, const struct frame *h, const uint8_t *payload, size_t size, struct fault *f);
 int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f); // defaults, and what would be unsafe

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "loader.h"
 #include "node.h"
 #include "util.h"
 
@@ -22,8 +23,23 @@ int layer_mounted(const char *name) {
          st.stx_attributes & STATX_ATTR_MOUNT_ROOT;
 }
 
-int layer_mount(const char *name, const char *path, struct fault *f) {
-  char to[256], source[64];
+// The data of a split image, named so that EROFS opens it anew. The mark comes first: what was opened before it never waits.
+static int data_prepare(const char *name, const char *data, int fill, char *link, size_t cap, struct fault *f) {
+  struct stat st;
+  if (*data != '/') return fault_set(f, "invalid_request", 0, "the data path of layer %s is not absolute", name);
+  if (fill && !loader_present()) return fault_set(f, "unsupported", 0, "layer %s: this kernel cannot load on demand (fanotify pre-content events)", name);
+  int fd = host_open(data, O_PATH);
+  if (fd < 0) return fault_set(f, errno == ENOENT || errno == ENOTDIR ? "layer_not_found" : "internal", errno, "layer %s: open %s", name, data);
+  snprintf(link, cap, "/proc/self/fd/%d", fd);
+  if (fstat(fd, &st) || !S_ISREG(st.st_mode)) fault_set(f, "layer_invalid", 0, "layer %s: %s is not a regular file", name, data);
+  else if (fill && loader_mark(link)) fault_host(f, errno, "layer %s: watch reads of %s", name, data);
+  if (!f->code) return fd;
+  close(fd);
+  return -1;
+}
+
+int layer_mount(const char *name, const char *path, const char *data, int fill, struct fault *f) {
+  char to[256], source[64], link[64] = "", options[80];
   struct stat st;
   if (place(name, to, sizeof to, f)) return -1;
   if (layer_mounted(name)) return 0;
@@ -35,9 +51,14 @@ int layer_mount(const char *name, const char *path, struct fault *f) {
     return fault_set(f, "layer_invalid", 0, "layer %s: %s is not a regular file", name, path);
   }
   if (mkdir(to, 0755) && errno != EEXIST) { close(file); return fault_host(f, errno, "make the mount point of layer %s", name); }
+  int blob = data ? data_prepare(name, data, fill, link, sizeof link, f) : -1;
+  if (f->code) { close(file); rmdir(to); return -1; }
   snprintf(source, sizeof source, "/proc/self/fd/%d", file);
-  int bad = mount(source, to, "erofs", MS_RDONLY | MS_NODEV, NULL), err = errno;
-  if (bad && err == ENOTBLK) {         // the kernel does not mount EROFS from a file
+  snprintf(options, sizeof options, "device=%s", link);
+  int bad = mount(source, to, "erofs", MS_RDONLY | MS_NODEV, data ? options : NULL), err = errno;
+  if (bad && data && fill) loader_unmark(link);
+  close_fd(&blob);
+  if (bad && err == ENOTBLK && !data) { // the kernel does not mount EROFS from a file; over a loop device nobody would wait for data
     int dev = loop_attach(file, 1, 0, source, sizeof source, f);
     bad = dev < 0 || mount(source, to, "erofs", MS_RDONLY | MS_NODEV, NULL);
     err = errno;

@@ -30,6 +30,8 @@ static int one(struct order *o, uint8_t type, const struct item *i) {
     case T_ENV: return c->nenv < MAX_ENV ? text(i, &c->env[c->nenv++]) : -1;
     case T_NAME: return text(i, &o->name);
     case T_PATH: return text(i, &o->path);
+    case T_DATA: return text(i, &o->data);
+    case T_FILL: return flag(i, &o->fill);
     case T_BYTES: case T_SIZE: return field_u64(i, &o->bytes);
     case T_CGROUP: return text(i, &c->cgroup);
     case T_HOSTNAME: return text(i, &c->hostname);

@@ -64,6 +64,7 @@ ResourceExhausted = _error("ResourceExhausted", "resource_exhausted", 503, "A ho
 IdempotencyConflict = _error("IdempotencyConflict", "idempotency_conflict", 409, "The key was used with another request.")
 NameInUse = _error("NameInUse", "name_in_use", 409, "A live sandbox has this name.")
 Unavailable = _error("Unavailable", "unavailable", 503, "The node is starting or stopping.", retryable=True)
+StoreUnavailable = _error("StoreUnavailable", "store_unavailable", 503, "The store of layers does not answer.", retryable=True)
 WireVersion = _error("WireVersion", "wire_version", 502, "Edge and supervisor speak different wire versions.")
 
 

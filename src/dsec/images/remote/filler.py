@@ -1,0 +1,393 @@
+"""The filler: the process that brings the bytes a reader waits for. `python -m dsec.images.remote.filler` with its settings as JSON.
+
+It gets events from the loader (`RUN/loader.sock`: which file, which range), fetches every chunk of the range that is not there, and answers;
+on any fault the answer is EIO. From the node (stdin, JSON lines) it gets what to open, prefetch and drop; to the node (stdout) go replies,
+events and counters. It keeps nothing that is not on disk: a new one finds its blobs by their files. It ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dsec.images.remote.blobs import Blob, root_of
+from dsec.images.remote.fetch import ChunkBad, Counters, Event, Fetcher
+from dsec.images.remote.stores import open_store
+from dsec.images.remote.traces import Recorder, Traces
+from libdsec.errors import DSecError, LayerInvalid, LayerNotFound, StoreUnavailable
+
+ASK = struct.Struct("<QQQQQII")  # serial, device, inode, offset, count, number, pid
+REPLY = struct.Struct("<QII")  # serial, number, errno
+NO_NUMBER = 0xFFFFFFFF
+RECORD_EVERY = 1.0  # seconds between records of what is there
+READAHEAD = 4  # chunks behind one that a sequential reader took
+FREE_FLOOR = 256 << 20  # bytes of disk that fetching leaves free
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a filler is told. Bytes, seconds."""
+
+    state: str
+    run: str
+    store: str
+    cache_bytes: int = 0  # 0: no bound
+    rate: float = 0.0  # bytes a second; 0: no limit
+    parallel: int = 16
+    deadline: float = 30.0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A line from the node."""
+
+    id: int
+    op: str  # open, drop, stats
+    digests: list[str] = []
+    environment: str = ""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line to the node: the reply to a request, an event, or a layer that should make room (`evict`)."""
+
+    id: int = 0
+    error: str = ""
+    code: str = ""
+    result: Any = None
+    event: Event | None = None
+    evict: str = ""
+
+
+class Filler:
+    """See the module's text."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.state = Path(settings.state)
+        self.counters = Counters()
+        self.store = open_store(settings.store)
+        # an answer that comes after the loader's own deadline is of no use
+        self.fetcher = Fetcher(
+            self.store, self.counters, self.tell, parallel=settings.parallel, rate=settings.rate, deadline=max(0.5, settings.deadline - 1.0)
+        )
+        self.fetcher.on_fill = self._filled
+        self.blobs: dict[str, Blob] = {}
+        self._by_file: dict[tuple[int, int], Blob] = {}
+        self._changed: set[str] = set()
+        self._last: dict[str, int] = {}  # the chunk that a blob's last reader ended in
+        self._touched: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._link: socket.socket | None = None
+        self._out: asyncio.WriteTransport | None = None
+        self._asked: set[str] = set()  # layers that the node was asked to make room of
+        self.traces = Traces(self.state, self.store)
+        self._recorders: dict[str, Recorder] = {}
+        self._no_space = 0.0
+
+    # the node ---------------------------------------------------------------------------------------------------------------------
+
+    def say(self, line: Line) -> None:
+        """One line to the node. One that does not read must not hold up the readers: then lines are lost."""
+        if self._out is not None and self._out.get_write_buffer_size() < 1 << 20:
+            self._out.write(msgspec.json.encode(line) + b"\n")
+
+    def tell(self, event: Event) -> None:
+        self.say(Line(event=event))
+
+    async def run(self) -> None:
+        """Until the node goes."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=1 << 20)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        self._out, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, sys.stdout)
+        self._spawn(self._keep_link())
+        self._spawn(self._keep_records())
+        while raw := await reader.readline():
+            self._spawn(self._serve(msgspec.json.decode(raw, type=Request)))
+        self.save()
+
+    def save(self) -> None:
+        """Record everything."""
+        for blob in self.blobs.values():
+            blob.record()
+        for recorder in self._recorders.values():
+            self.traces.keep(recorder)
+
+    async def _serve(self, request: Request) -> None:
+        try:
+            result = await self._do(request)
+        except DSecError as error:
+            self.say(Line(id=request.id, error=error.message, code=error.code))
+        except OSError as error:
+            self.say(Line(id=request.id, error=f"{error.strerror}: {error.filename}", code="internal"))
+        else:
+            self.say(Line(id=request.id, result=result))
+
+    async def _do(self, request: Request) -> Any:
+        match request.op:
+            case "open":
+                blobs = [self._open(digest) for digest in request.digests]
+                for blob in blobs:
+                    blob.used()
+                if request.environment:
+                    self._spawn(self._warm(request.environment, blobs))
+                return {blob.digest: blob.complete for blob in blobs}
+            case "drop":
+                return {digest: await self._drop(digest) for digest in request.digests}
+            case "forget":
+                for digest in request.digests:
+                    self._forget(digest)
+                return None
+            case "stats":
+                return {
+                    "counters": msgspec.to_builtins(self.counters),
+                    "cache_bytes": self._allocated(),
+                    "linked": self._link is not None,
+                    "blobs": {digest: [blob.bytes, blob.descriptor.size] for digest, blob in self.blobs.items()},
+                }
+        raise LayerInvalid(f"the filler knows no {request.op!r}")
+
+    # blobs ------------------------------------------------------------------------------------------------------------------------
+
+    def _open(self, digest: str) -> Blob:
+        blob = self.blobs.get(digest)
+        if blob is None:
+            directory = root_of(self.state) / digest.removeprefix("sha256:")
+            if not directory.is_dir():
+                raise LayerNotFound(f"no data of layer {digest} in {directory.parent}", layer=digest)
+            blob = self.blobs[digest] = Blob(directory)
+            self._by_file[blob.key] = blob
+            if blob.lost:
+                self.counters.lost_chunks += len(blob.lost)
+                self.tell(Event("chunk_lost", digest, f"{len(blob.lost)} chunks of layer {digest} were recorded and are holes: fetched again"))
+        return blob
+
+    def _forget(self, digest: str) -> None:
+        blob = self.blobs.pop(digest, None)
+        if blob is not None:
+            del self._by_file[blob.key]
+            blob.close()
+
+    def _find(self, key: tuple[int, int]) -> Blob | None:
+        """The blob of a file. A new filler learns of the blobs of mounted layers here."""
+        if key not in self._by_file:
+            for path in root_of(self.state).glob("[0-9a-f]*"):
+                if "sha256:" + path.name not in self.blobs:
+                    with contextlib.suppress(LayerInvalid, LayerNotFound, OSError):
+                        self._open("sha256:" + path.name)
+        return self._by_file.get(key)
+
+    def _filled(self, blob: Blob) -> None:
+        self._changed.add(blob.digest)
+
+    async def _keep_records(self) -> None:
+        while True:
+            await asyncio.sleep(RECORD_EVERY)
+            changed, self._changed = self._changed, set()
+            for digest in changed:
+                blob = self.blobs.get(digest)
+                if blob is not None:
+                    await asyncio.to_thread(blob.record)
+                    if blob.complete:
+                        self._unmark(blob)
+            for digest, when in list(self._touched.items()):
+                if digest in self.blobs and time.monotonic() - when < 2 * RECORD_EVERY:
+                    self.blobs[digest].used()
+            for key, recorder in list(self._recorders.items()):
+                if recorder.over():
+                    del self._recorders[key]
+                    await self.traces.publish(recorder)
+            self._bound()
+
+    # room -------------------------------------------------------------------------------------------------------------------------
+
+    def _allocated(self) -> int:
+        return sum(blob.allocated() for blob in self.blobs.values())
+
+    def _bound(self) -> None:
+        """Ask for room when there is too much: the layer that was not used for the longest time. The node knows whether it may go."""
+        bound = self.settings.cache_bytes
+        if not bound or self._allocated() <= bound:
+            self._asked.clear()
+            return
+        for path in root_of(self.state).glob("[0-9a-f]*"):
+            with contextlib.suppress(LayerInvalid, LayerNotFound, OSError):
+                self._open("sha256:" + path.name)
+        for blob in sorted(self.blobs.values(), key=lambda b: b.last_used):
+            if blob.bytes and blob.digest not in self._asked:
+                self._asked.add(blob.digest)
+                self.say(Line(evict=blob.digest))
+                return
+        self._asked.clear()  # all were asked for; whoever was in use may not be any more
+
+    async def _drop(self, digest: str) -> int:
+        """Empty a blob that nobody has mounted. Bytes given back; -1: it is in use."""
+        blob = self._open(digest)
+        before = blob.allocated()
+        async with self.fetcher.still(blob):
+            if not await asyncio.to_thread(blob.empty):
+                return -1
+        self._unmark(blob)  # not before: somebody who has it mounted must go on waiting for what is not there
+        freed = before - blob.allocated()
+        self.counters.evicted_layers += 1
+        self.counters.evicted_bytes += freed
+        self.tell(Event("layer_evicted", digest, f"the data of layer {digest} made room: {freed >> 20} MiB"))
+        return freed
+
+    def _room(self) -> bool:
+        if time.monotonic() - self._no_space < 1.0:
+            return False
+        if shutil.disk_usage(self.state).free >= FREE_FLOOR:
+            return True
+        self._no_space = time.monotonic()
+        return False
+
+    # ahead of the readers ---------------------------------------------------------------------------------------------------------
+
+    async def _warm(self, environment: str, blobs: list[Blob]) -> None:
+        """Fetch what this environment read first the last time, in that order; and record what it reads now."""
+        if environment in self._recorders or all(blob.complete for blob in blobs):
+            return
+        recorder = self._recorders[environment] = Recorder(environment, {blob.digest for blob in blobs})
+        known = await self.traces.load(environment)
+        recorder.known(known)
+        mine = {blob.digest: blob for blob in blobs}
+        ahead = [
+            self.fetcher.ahead(mine[digest], index)
+            for digest, index in known
+            if digest in mine and index < len(mine[digest].have) and not mine[digest].have[index]
+        ]
+        if self._room():
+            await asyncio.gather(*ahead)
+        else:
+            for one in ahead:
+                one.close()
+
+    def _readahead(self, blob: Blob, chunks: range) -> None:
+        """A reader that goes on where the last one ended gets the next chunks before it asks."""
+        last, self._last[blob.digest] = self._last.get(blob.digest, -2), chunks[-1]
+        bound = self.settings.cache_bytes
+        if chunks[0] - last not in (0, 1) or (bound and self._allocated() > bound) or not self._room():
+            return
+        for index in range(chunks[-1] + 1, min(chunks[-1] + 1 + READAHEAD, len(blob.have))):
+            if not blob.have[index]:
+                self._spawn(self.fetcher.ahead(blob, index))
+
+    # the loader -------------------------------------------------------------------------------------------------------------------
+
+    async def _keep_link(self) -> None:
+        """Stay connected. A loader that died comes back, and hands over every event that waits."""
+        loop = asyncio.get_running_loop()
+        path = os.path.join(self.settings.run, "loader.sock")
+        while True:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link.setblocking(False)
+            try:
+                link.connect(path)
+            except OSError:
+                link.close()
+                await asyncio.sleep(0.02)
+                continue
+            self._link = link
+            gone = loop.create_future()
+            loop.add_reader(link.fileno(), self._readable, link, gone)
+            for blob in self.blobs.values():
+                if blob.complete:
+                    self._unmark(blob)
+            await gone
+            loop.remove_reader(link.fileno())
+            self._link = None
+            link.close()
+
+    def _readable(self, link: socket.socket, gone: asyncio.Future[None]) -> None:
+        for _ in range(256):
+            try:
+                raw = link.recv(ASK.size)
+            except BlockingIOError:
+                return
+            except OSError:
+                raw = b""
+            if len(raw) != ASK.size:
+                if not gone.done():
+                    gone.set_result(None)
+                return
+            serial, device, inode, offset, count, number, _ = ASK.unpack(raw)
+            if number == NO_NUMBER:
+                self.counters.expired_reads = count
+                self.tell(Event("read_expired", "", f"reads without an answer in {self.settings.deadline:g} s so far: {count}"))
+            else:
+                self._read(serial, number, (device, inode), offset, count)
+
+    def _read(self, serial: int, number: int, key: tuple[int, int], offset: int, count: int) -> None:
+        blob = self._find(key)
+        self.counters.reads += 1
+        if blob is None:
+            self._answer(serial, number, errno.EIO)
+            self.tell(Event("blob_unknown", "", f"a read of inode {key[1]}, which is no layer's data: EIO"))
+            return
+        chunks = blob.overlapping(offset, count)
+        self._touched[blob.digest] = time.monotonic()
+        for recorder in self._recorders.values():
+            recorder.touch(blob.digest, chunks)
+        if all(blob.have[index] for index in chunks):
+            self._answer(serial, number, 0)
+        else:
+            self.counters.waited_reads += 1
+            self._spawn(self._fill(serial, number, blob, chunks))
+        if chunks:
+            self._readahead(blob, chunks)
+
+    async def _fill(self, serial: int, number: int, blob: Blob, chunks: range) -> None:
+        error = errno.EIO
+        try:
+            if not self._room():
+                raise OSError(errno.ENOSPC, "no space left for data of layers")
+            await self.fetcher.need(blob, chunks)
+            error = 0
+        except (ChunkBad, StoreUnavailable, OSError) as failed:
+            self.counters.read_errors += 1
+            self.tell(Event("read_failed", blob.digest, f"chunks {chunks[0]}-{chunks[-1]}: EIO: {failed}"))
+        finally:
+            self._answer(serial, number, error)  # whatever happened: a reader without an answer waits for its deadline
+
+    def _answer(self, serial: int, number: int, error: int) -> None:
+        if self._link is not None:
+            with contextlib.suppress(OSError):  # the next loader asks again
+                self._link.send(REPLY.pack(serial, number, error))
+
+    def _unmark(self, blob: Blob) -> None:
+        """Reads of a blob that is complete need nobody."""
+        if self._link is not None:
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._link, [REPLY.pack(0, NO_NUMBER, 0)], [blob.fd])
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.tell(Event("filler_fault", "", f"{type(error).__name__}: {error}"))
+
+
+def main() -> int:
+    """See the module's text."""
+    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    filler = Filler(settings)
+    asyncio.run(filler.run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
