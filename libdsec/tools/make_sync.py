@@ -22,7 +22,8 @@ CLASSES = {  # class: module, attributes that are passed on
     "Sandbox": ("sandbox", {"id": "str", "info": "SandboxInfo", "files": "Files"}),
     "Layers": ("images", {}),
     "Environments": ("images", {}),
-    "DSecClient": ("client", {"base_url": "str", "layers": "Layers", "environments": "Environments"}),
+    "Images": ("images", {}),
+    "DSecClient": ("client", {"base_url": "str", "layers": "Layers", "environments": "Environments", "images": "Images"}),
 }
 CALLBACKS = ("on_stdout", "on_stderr", "on_progress")
 HEAD = '''# ruff: noqa: E501
@@ -67,6 +68,7 @@ from libdsec.wire import (
     FileInfo,
     LayerInfo,
     NodeInfo,
+    PackResult,
     SandboxInfo,
     SessionInfo,
     UnpackResult,

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.registry import OCI_INDEX, OCI_MANIFEST, Image, digest_of, member, tar_of
 
 from dsec.images.bases import busybox_archive
 from dsec.images.service import Images, last
 from dsec.linux.tools import Tools
 from libdsec.errors import InvalidRequest, LayerInvalid
-from tests.registry import OCI_INDEX, OCI_MANIFEST, Image, digest_of, member, tar_of
 
 pytestmark = pytest.mark.root
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.registry import PASSWORD, USER, Fault, Image, Registry, tar_of
 
 from dsec.images.oci.reference import parse
 from dsec.images.oci.registry import Registry as Client
 from dsec.images.service import Images, last
 from libdsec.errors import BuildFailed, InvalidRequest, LayerInvalid, LayerNotFound
 from libdsec.wire import ImagePull
-from tests.registry import PASSWORD, USER, Fault, Image, Registry, tar_of
 
 pytestmark = pytest.mark.root
 SIGNED_IN = {"username": USER, "password": PASSWORD}

@@ -18,7 +18,7 @@ from libdsec.api import PATIENCE, READ_TIMEOUT, Api, deadline, path, query
 from libdsec.args import DSecContainerRunArgs
 from libdsec.errors import AtCapacity, DSecError, InvalidRequest, ResourceExhausted, Unsupported, from_body
 from libdsec.http import Transport
-from libdsec.images import Environments, Layers
+from libdsec.images import Environments, Images, Layers
 from libdsec.sandbox import Sandbox
 from libdsec.wire import (
     API_VERSION,
@@ -85,6 +85,7 @@ class DSecClient:
         self.base_url = url
         self.layers = Layers(self._api)
         self.environments = Environments(self._api)
+        self.images = Images(self._api)
 
     def __repr__(self) -> str:
         return f"<DSecClient {self.base_url}>"

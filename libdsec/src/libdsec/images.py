@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -14,11 +14,12 @@ from libdsec.api import SEND_MSGPACK, encode, path, query
 from libdsec.errors import BuildFailed, ConnectionFailed, StreamLost, from_body
 from libdsec.http import Response
 from libdsec.sources import Source, as_stream
-from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, LayerRequest, Progress
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, ImagePull, LayerInfo, LayerRequest, Progress
 
 if TYPE_CHECKING:
     from libdsec.api import Api
 
+T = TypeVar("T")
 OnProgress = Callable[[Progress], Awaitable[None] | None]
 LayerInfos = list[LayerInfo]
 EnvironmentInfos = list[EnvironmentInfo]
@@ -71,7 +72,7 @@ class Layers:
         )
         headers = {**SEND_MSGPACK, "accept": _LINES}
         response = await self._api.open("POST", "/v1/layers", body=encode(body), headers=headers, idle_timeout=_SILENCE)
-        return await _follow(response, on_progress)
+        return await _follow(response, on_progress, LayerInfo)
 
     async def upload(
         self,
@@ -103,7 +104,65 @@ class Layers:
         target = "/v1/layers" + query({"name": name, "kind": kind, "parent": list(parents), "prefix": prefix})
         headers = {"content-type": "application/x-tar", "accept": _LINES}
         response = await self._api.open("PUT", target, body=as_stream(source), headers=headers, timeout=None, idle_timeout=_SILENCE)
-        return await _follow(response, on_progress)
+        return await _follow(response, on_progress, LayerInfo)
+
+
+class Images:
+    """Whole images: OCI and Docker ones become environments, whose layers are shared with those of other images."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def pull(
+        self,
+        reference: str,
+        *,
+        name: str | None = None,
+        platform: str = "linux/amd64",
+        username: str | None = None,
+        password: str | None = None,
+        plain_http: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> EnvironmentInfo:
+        """Let the node bring an image from a registry. `name`: `name[:tag]` of the environment; else the last part of the repository.
+
+        `plain_http`: the registry has no TLS (one on the node's own machine is spoken to without it anyway).
+        """
+        body = ImagePull(reference=reference, name=name, platform=platform, username=username, password=password, plain_http=plain_http)
+        headers = {**SEND_MSGPACK, "accept": _LINES}
+        response = await self._api.open("POST", "/v1/images", body=encode(body), headers=headers, idle_timeout=_SILENCE)
+        return await _follow(response, on_progress, EnvironmentInfo)
+
+    async def load(
+        self,
+        source: Source | str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        image: str | None = None,
+        platform: str = "linux/amd64",
+        on_progress: OnProgress | None = None,
+    ) -> EnvironmentInfo:
+        """Send an image of this machine: an OCI layout (a directory or a tar) or what `docker save` wrote, plain or compressed.
+
+        `image`: which one, where there are several. `name`: of the environment; else the image's own.
+        """
+        if isinstance(source, (str, os.PathLike)):
+            local = os.fspath(source)
+            if await asyncio.to_thread(os.path.isdir, local):
+                return await self._send(tars.pack(local), name, image, platform, on_progress)
+            with await asyncio.to_thread(open, local, "rb") as file:
+                return await self._send(file, name, image, platform, on_progress)
+        return await self._send(source, name, image, platform, on_progress)
+
+    async def _send(
+        self, source: Source, name: str | None, image: str | None, platform: str, on_progress: OnProgress | None
+    ) -> EnvironmentInfo:
+        asked = {key: value for key, value in (("name", name), ("image", image), ("platform", platform)) if value is not None}
+        headers = {"content-type": "application/x-tar", "accept": _LINES}
+        response = await self._api.open(
+            "PUT", "/v1/images" + query(asked), body=as_stream(source), headers=headers, timeout=None, idle_timeout=_SILENCE
+        )
+        return await _follow(response, on_progress, EnvironmentInfo)
 
 
 class Environments:
@@ -148,8 +207,8 @@ async def _lines(response: Response) -> AsyncIterator[Progress]:
         await response.aclose()
 
 
-async def _follow(response: Response, on_progress: OnProgress | None) -> LayerInfo:
-    result: LayerInfo | None = None
+async def _follow(response: Response, on_progress: OnProgress | None, kind: type[T]) -> T:
+    result: T | None = None
     async for line in _lines(response):
         if line.error is not None:
             raise from_body(line.error.code, line.error.message, line.error.details)
@@ -158,7 +217,7 @@ async def _follow(response: Response, on_progress: OnProgress | None) -> LayerIn
             if awaitable is not None:
                 await awaitable
         if line.result is not None:
-            result = msgspec.convert(line.result, LayerInfo)
+            result = msgspec.convert(line.result, kind)
     if result is None:
         raise BuildFailed("the build ended without a result")
     return result

@@ -40,6 +40,7 @@ from libdsec.wire import (
     FileInfo,
     LayerInfo,
     NodeInfo,
+    PackResult,
     SandboxInfo,
     SessionInfo,
     UnpackResult,
@@ -495,6 +496,32 @@ class SyncEnvironments(_Wrapper):
         self._portal.run(self._inner.remove(name))
 
 
+class SyncImages(_Wrapper):
+    """Whole images: OCI and Docker ones become environments, whose layers are shared with those of other images."""
+
+    _inner: _images.Images
+
+    def pull(
+        self, reference: str, *, name: str | None = None, platform: str = "linux/amd64", username: str | None = None,
+        password: str | None = None, plain_http: bool = False, on_progress: OnProgress | None = None,
+    ) -> EnvironmentInfo:
+        """Let the node bring an image from a registry. `name`: `name[:tag]` of the environment; else the last part of the repository.
+
+        `plain_http`: the registry has no TLS (one on the node's own machine is spoken to without it anyway).
+        """
+        return self._portal.run(self._inner.pull(reference, name=name, platform=platform, username=username, password=password, plain_http=plain_http, on_progress=self._portal.callback(on_progress)))
+
+    def load(
+        self, source: Source | str | os.PathLike[str], *, name: str | None = None, image: str | None = None, platform: str = "linux/amd64",
+        on_progress: OnProgress | None = None,
+    ) -> EnvironmentInfo:
+        """Send an image of this machine: an OCI layout (a directory or a tar) or what `docker save` wrote, plain or compressed.
+
+        `image`: which one, where there are several. `name`: of the environment; else the image's own.
+        """
+        return self._portal.run(self._inner.load(source, name=name, image=image, platform=platform, on_progress=self._portal.callback(on_progress)))
+
+
 class SyncDSecClient(_Wrapper):
     """A connection to a node, for any number of calls at once. One event loop at a time.
 
@@ -521,6 +548,12 @@ class SyncDSecClient(_Wrapper):
     def environments(self) -> SyncEnvironments:
         """As in `DSecClient`."""
         made: SyncEnvironments = _wrap(self._portal, self._inner.environments)
+        return made
+
+    @property
+    def images(self) -> SyncImages:
+        """As in `DSecClient`."""
+        made: SyncImages = _wrap(self._portal, self._inner.images)
         return made
 
     def __init__(
@@ -621,7 +654,7 @@ class SyncDSecClient(_Wrapper):
         return self._portal.run(self._inner.raw_response(method, path, json=json, content=content, headers=headers, params=params))
 
 
-_KINDS: dict[type, Any] = {_stream.CommandStream: SyncCommandStream, _command.Command: SyncCommand, _sandbox.Session: SyncSession, _files.Files: SyncFiles, _sandbox.Sandbox: SyncSandbox, _images.Layers: SyncLayers, _images.Environments: SyncEnvironments, _client.DSecClient: SyncDSecClient}
+_KINDS: dict[type, Any] = {_stream.CommandStream: SyncCommandStream, _command.Command: SyncCommand, _sandbox.Session: SyncSession, _files.Files: SyncFiles, _sandbox.Sandbox: SyncSandbox, _images.Layers: SyncLayers, _images.Environments: SyncEnvironments, _images.Images: SyncImages, _client.DSecClient: SyncDSecClient}
 
 
 CommandStream = SyncCommandStream
@@ -631,4 +664,5 @@ Files = SyncFiles
 Sandbox = SyncSandbox
 Layers = SyncLayers
 Environments = SyncEnvironments
+Images = SyncImages
 DSecClient = SyncDSecClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsec.apiserver.app import Parts
 from dsec.apiserver.request import Request
 from dsec.apiserver.streams import send_progress
-from libdsec.wire import EnvironmentSpec, LayerRequest
+from libdsec.wire import EnvironmentSpec, ImagePull, LayerRequest
 
 
 async def list_all(parts: Parts, request: Request) -> None:
@@ -37,6 +37,17 @@ async def upload(parts: Parts, request: Request) -> None:
         parents=request.texts("parent"),
         prefix=request.text("prefix") or "/",
     )
+    await send_progress(request, lines, uploading=True)
+
+
+async def pull_image(parts: Parts, request: Request) -> None:
+    wanted: ImagePull = request.body
+    await send_progress(request, parts.images.pull(wanted))
+
+
+async def import_image(parts: Parts, request: Request) -> None:
+    platform = request.text("platform") or "linux/amd64"
+    lines = parts.images.import_image(request.chunks(), request.text("name"), request.text("image"), platform)
     await send_progress(request, lines, uploading=True)
 
 

@@ -1,0 +1,76 @@
+"""Images on a node: what the client and the command line bring becomes sandboxes at once."""
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.registry import PASSWORD, USER, Fault, Image, Registry, tar_of
+from tests.system.test_oci_files import write_layout
+
+from dsec.images.bases import busybox_archive
+from dsec.linux.tools import Tools
+from libdsec import DSecContainerRunArgs
+from libdsec.errors import BuildFailed, LayerInvalid
+
+if TYPE_CHECKING:
+    from libdsec import DSecClient
+
+pytestmark = pytest.mark.root
+CONFIG = {"Env": ["PATH=/bin:/opt", "GREETING=hello"], "User": "nobody", "WorkingDir": "/srv", "Entrypoint": ["/bin/echo"], "Cmd": ["hi"]}
+
+
+@pytest.fixture(scope="module")
+def busybox() -> bytes:
+    return busybox_archive(Tools())
+
+
+async def test_a_pulled_image_runs_at_once(client: DSecClient, busybox: bytes) -> None:
+    with Registry("token") as registry:
+        registry.put_image("team/app", "v1", Image([busybox, tar_of(("srv/file", b"f"), ("opt/tool", b"#!/bin/sh\necho $GREETING from $(id -un) in $PWD\n"))], CONFIG))
+        lines: list[str] = []
+        info = await client.images.pull(f"{registry.host}/team/app:v1", username=USER, password=PASSWORD, on_progress=lambda line: lines.append(line.message))
+        assert info.name == "app:v1" and info.entrypoint == ["/bin/echo"] and len(info.layers) == 2 and lines
+        async with await client.run_container(DSecContainerRunArgs(container_image="app:v1", init_user=None)) as box:
+            assert (await box.run_shell("tool; cat file")).stdout == b"hello from nobody in /srv\nf"
+        registry.fault = Fault(lie=True)
+        registry.put_image("bad", "1", Image([tar_of(("x", b"x"))]))
+        with pytest.raises(LayerInvalid, match="has the digest"):
+            await client.images.pull(f"{registry.host}/bad:1", username=USER, password=PASSWORD)
+        with pytest.raises(BuildFailed, match="status 401"):
+            await client.images.pull(f"{registry.host}/bad:1")
+
+
+async def test_a_sent_layout_runs(client: DSecClient, busybox: bytes, tmp_path: Path) -> None:
+    write_layout(tmp_path / "layout", Image([busybox], CONFIG, "zstd"), "sent:2")
+    info = await client.images.load(tmp_path / "layout")
+    assert info.name == "sent:2"
+    async with await client.run_container(DSecContainerRunArgs(container_image="sent:2")) as box:
+        assert (await box.run_shell("echo $GREETING")).stdout == b"hello\n"
+    with pytest.raises(LayerInvalid, match="neither an index"):
+        await client.images.load(io.BytesIO(tar_of(("something", b"else"))))
+
+
+async def test_the_command_line(dsec: Callable[..., subprocess.CompletedProcess[str]], busybox: bytes, tmp_path: Path) -> None:
+    with Registry("token") as registry:
+        registry.put_image("cli/app", "latest", Image([busybox], CONFIG))
+        ran = dsec("image", "pull", f"{registry.host}/cli/app", "--user", USER, "--name", "pulled:x", "--json", input=PASSWORD + "\n")
+        assert ran.returncode == 0 and json.loads(ran.stdout)["name"] == "pulled:x", ran.stderr
+        ran = dsec("image", "pull", f"{registry.host}/cli/app", env={"HOME": str(tmp_path), "REGISTRY_AUTH_FILE": "", "XDG_RUNTIME_DIR": ""})
+        assert ran.returncode == 125 and "build_failed" in ran.stderr
+        subprocess.run(["skopeo", "login", "--tls-verify=false", f"--authfile={tmp_path / 'auth.json'}", "-u", USER, "--password-stdin", registry.host], input=PASSWORD, text=True, check=True, capture_output=True)
+        ran = dsec("image", "pull", f"{registry.host}/cli/app", env={"REGISTRY_AUTH_FILE": str(tmp_path / "auth.json")})
+        assert ran.returncode == 0 and ran.stdout.split()[-1] == "app", ran.stderr
+    write_layout(tmp_path / "layout", Image([busybox]), "app")
+    with tarfile.open(tmp_path / "layout.tar", "w") as tar:
+        tar.add(tmp_path / "layout", ".")
+    for path in ("layout", "layout.tar"):
+        ran = dsec("image", "import", str(tmp_path / path), "--name", "imported")
+        assert ran.returncode == 0 and ran.stdout.split()[-1] == "imported", ran.stderr
+    assert dsec("run", "imported", "--", "/bin/echo", "hi").stdout == "hi\n"
+    assert dsec("image", "import", str(tmp_path / "nothing")).returncode == 2
