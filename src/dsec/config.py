@@ -72,6 +72,16 @@ class SandboxConfig(_Section, frozen=True):
     idle_timeout: NotNegative = 0  # seconds; 0: never
 
 
+class RemoteConfig(_Section, frozen=True):
+    """The store that layers are pushed to and pulled from, and how their data comes to this node."""
+
+    store: str = ""  # a directory, or s3://bucket/prefix[?endpoint=URL&region=R] with AWS_* credentials; empty: none
+    cache_mb: NotNegative = 0  # data of pulled layers on this node is kept below this; 0: no bound
+    bandwidth_mbit: NotNegative = 0  # 0: no limit
+    parallel: Positive = 16  # chunks under way at once
+    deadline: Seconds = 30.0  # a read whose data does not come in this time fails with an I/O error
+
+
 class Config(_Section, frozen=True):
     """Everything that a node can be told."""
 
@@ -85,6 +95,7 @@ class Config(_Section, frozen=True):
     log: LogConfig = msgspec.field(default_factory=LogConfig)
     node: NodeConfig = msgspec.field(default_factory=NodeConfig)
     sandbox: SandboxConfig = msgspec.field(default_factory=SandboxConfig)
+    remote: RemoteConfig = msgspec.field(default_factory=RemoteConfig)
 
     @property
     def state(self) -> Path:

@@ -37,10 +37,11 @@ import uvloop
 from dsec import logs
 from dsec.apiserver.app import App, Parts
 from dsec.apiserver.server import Server
-from dsec.config import Config, ConfigError, from_argv, is_loopback
+from dsec.config import Config, ConfigError, RemoteConfig, from_argv, is_loopback
 from dsec.doctor import Check, diagnose_async
 from dsec.edge.config import MIB, EdgeConfig, find_aether
 from dsec.edge.edge import Edge
+from dsec.images.remote.service import RemoteSettings
 from dsec.images.service import Images
 from dsec.linux.tools import Tools
 from libdsec.errors import DSecError
@@ -70,10 +71,12 @@ async def run(config: Config) -> None:
         listening = stack.enter_context(contextlib.closing(_listen(config, tls is not None)))
         local = stack.enter_context(contextlib.closing(_listen_unix(config.run / "node.sock")))
 
-        images = stack.enter_context(contextlib.closing(Images(config.state, _tools(config))))
+        images = stack.enter_context(contextlib.closing(Images(config.state, _tools(config), remote=remote_settings(config.remote))))
         edge = Edge(edge_config(config), images)
         images.on_remove = edge.release_layer
+        images.remote.on_counters = edge.counters.remote
         try:
+            images.remote.start(config.run)  # sandboxes of an earlier node may wait for data
             await edge.start()
             server = Server(App(Parts(edge, images, version, _Checks(config).get), key))
             gc.collect()
@@ -89,6 +92,7 @@ async def run(config: Config) -> None:
                 await server.stop()
         finally:
             await edge.close(stop_sandboxes=False)
+            await images.remote.close()
 
 
 def edge_config(config: Config) -> EdgeConfig:
@@ -120,6 +124,18 @@ def edge_config(config: Config) -> EdgeConfig:
         log_budget=sandbox.log_budget_mb * MIB,
         max_lifetime=sandbox.max_lifetime or None,
         idle_timeout=sandbox.idle_timeout or None,
+        fill_deadline=config.remote.deadline,
+    )
+
+
+def remote_settings(remote: RemoteConfig) -> RemoteSettings:
+    """What the images are told of the store."""
+    return RemoteSettings(
+        store=remote.store,
+        cache_bytes=remote.cache_mb * MIB,
+        rate=remote.bandwidth_mbit * 1e6 / 8,
+        parallel=remote.parallel,
+        deadline=remote.deadline,
     )
 
 

@@ -1,17 +1,18 @@
-"""layer build, ls, rm, verify, fsck."""
+"""layer build, ls, rm, verify, fsck, push, pull."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dsec.cli import common
 
 if TYPE_CHECKING:
+    from dsec.images.service import Images
     from libdsec import DSecClient
     from libdsec.wire import LayerInfo, Progress
 
@@ -141,3 +142,59 @@ def progress(what: str) -> Iterator[Callable[[Progress], None]]:
                 bar.update(task, total=1.0, completed=line.fraction)
 
         yield report
+@app.command("push")
+def push(name: Annotated[str, typer.Argument(help="Name or digest.")], as_json: Annotated[bool, common.JSON] = False) -> None:
+    """Send a layer of this machine and what is below it to the store (`remote.store`); works with no node running."""
+
+    async def work(images: Images, report: Callable[[Progress], None]) -> dict[str, Any]:
+        return await last(images.push_layer(name), report)
+
+    from dsec.images.service import last
+
+    result = _exchange(f"push {name}", work)
+    if as_json:
+        common.show_json(result)
+    else:
+        sent = sum(one["sent_bytes"] for one in result["layers"])
+        print(f"{result['digest']}  sent {common.size(sent)} of {common.size(sum(one['bytes'] for one in result['layers']))}")
+
+
+@app.command("pull")
+def pull(
+    name: Annotated[str, typer.Argument(metavar="NAME|DIGEST", help="In the store.")],
+    lazy: Annotated[bool, typer.Option("--lazy", help="Metadata only; data comes when a sandbox reads it.")] = False,
+    label: Annotated[str | None, typer.Option("--name", help="Name in the catalog of this machine.")] = None,
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """Bring a layer and what is below it from the store (`remote.store`); works with no node running."""
+
+    async def work(images: Images, report: Callable[[Progress], None]) -> dict[str, Any]:
+        return await last(images.pull_layer(name, lazy=lazy, name=label), report)
+
+    from dsec.images.service import last
+
+    info = _exchange(f"pull {name}", work)
+    if as_json:
+        common.show_json(info)
+    else:
+        print(f"{info['digest']}  {common.size(info['size'])}  {info['name']}")
+
+
+def _exchange(what: str, work: Callable[[Images, Callable[[Progress], None]], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    from dsec.cli.machine import loaded
+    from dsec.images.service import Images
+    from dsec.linux.tools import Tools
+    from dsec.node import remote_settings
+
+    async def run() -> dict[str, Any]:
+        config = loaded().config
+        images = Images(config.state, Tools(config.tools_dir or config.state / "tools"), remote=remote_settings(config.remote))
+        try:
+            with progress(what) as report:
+                return await work(images, report)
+        finally:
+            images.close()
+
+    return common.guarded(run())
+
+

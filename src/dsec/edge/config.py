@@ -6,10 +6,10 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from dsec.config import NodeConfig, SandboxConfig
+from dsec.config import NodeConfig, RemoteConfig, SandboxConfig
 
 MIB = 1 << 20
-_NODE, _SANDBOX = NodeConfig(), SandboxConfig()  # the defaults
+_NODE, _SANDBOX, _REMOTE = NodeConfig(), SandboxConfig(), RemoteConfig()  # the defaults
 
 
 def find_aether() -> Path:
@@ -43,6 +43,7 @@ class EdgeConfig:
     tombstone_ttl: float = _NODE.tombstone_ttl
     max_tombstones: int = _NODE.max_tombstones
     max_batch: int = _NODE.max_batch
+    fill_deadline: float = _REMOTE.deadline  # a read of remote data that does not come in this time fails
     stop_timeout: float = 10.0  # then the supervisor is taken for hung and the sandbox is reaped without it
     hang_timeout: float = 30.0  # a supervisor that does not answer for so long, while somebody waits for it, is taken for hung
     # defaults of a sandbox

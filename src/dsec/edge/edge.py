@@ -220,6 +220,8 @@ class Edge(Recovery, Packing, Files):
                     raise _cancelled(sandbox)
                 # no wait between looking and pinning
                 self.images.pin([layer.digest for layer in image.layers], sandbox.id)
+                if any(layer.data is not None for layer in image.layers):
+                    await self.images.prepare(image)
                 start = self._describe(sandbox, image)
                 self._log_create(sandbox)
                 started = await backend.start(start)

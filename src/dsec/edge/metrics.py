@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from dsec.images.remote.fetch import Counters as RemoteCounters
 from libdsec.wire import Cause, Ending
 
 _CREATE = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -35,6 +36,22 @@ class Metrics:
         self.orphans = Counter("dsec_orphans_removed", "Sandboxes found on the node that no journal knew", registry=registry)
         self.reconnects = Counter("dsec_supervisor_reconnects", "Supervisor connections that broke and came back", registry=registry)
         self.launcher_restarts = Counter("dsec_launcher_restarts", "Launcher processes that died", registry=registry)
+        self._remote = {
+            name: Counter(f"dsec_remote_{name}", text, registry=registry)
+            for name, text in (
+                ("fetched_bytes", "Bytes of layers fetched from the store"),
+                ("fetched_chunks", "Chunks of layers fetched from the store"),
+                ("bad_chunks", "Chunks that were missing, truncated or had other bytes than their name says"),
+                ("store_errors", "Requests that the store did not answer"),
+                ("reads", "Reads of layers whose data was not all on this node"),
+                ("waited_reads", "Of these, reads that waited for data"),
+                ("read_errors", "Of these, reads that failed with EIO"),
+                ("expired_reads", "Reads that had no answer in time and failed with EIO"),
+                ("evicted_bytes", "Bytes of layers that made room"),
+            )
+        }
+        self._remote_cache = Gauge("dsec_remote_cache_bytes", "Disk that data of pulled layers takes", registry=registry)
+        self._remote_seen = dict.fromkeys(self._remote, 0)
         self.refused_names: dict[str, Counter] = {}
 
     def refused(self, code: str) -> None:
@@ -52,6 +69,14 @@ class Metrics:
         self.live.labels("running").set_function(running)
         self.tombstones.set_function(tombstones)
         self.damaged.set_function(damaged)
+
+    def remote(self, counters: RemoteCounters, cache_bytes: int) -> None:
+        """What the filler did since it began; a filler that was started again counts from zero."""
+        self._remote_cache.set(cache_bytes)
+        for name, counter in self._remote.items():
+            now, before = getattr(counters, name), self._remote_seen[name]
+            counter.inc(now - before if now >= before else now)
+            self._remote_seen[name] = now
 
     def render(self) -> bytes:
         """The text format of Prometheus."""

@@ -20,10 +20,11 @@ SUITE = re.compile(r"[a-z][a-z0-9-]{1,30}")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A read-only layer: its digest (`sha256:...`) and its image file."""
+    """A read-only layer: its digest (`sha256:...`), its image file, and the file of its data where that is apart (a pulled layer)."""
 
     digest: str
     path: Path
+    data: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

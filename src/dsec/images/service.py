@@ -26,6 +26,8 @@ from dsec.images.oci.importer import Importer
 from dsec.images.oci.reference import parse
 from dsec.images.oci.registry import Registry
 from dsec.images.oci.source import Source as ImageSource
+from dsec.images.remote import exchange
+from dsec.images.remote.service import Remote, RemoteSettings
 from dsec.images.store import LayerStore
 from dsec.images.tarstream import Caps, clean
 from dsec.linux.tools import Tools
@@ -42,7 +44,13 @@ CACHED = 4096
 class Images:
     """See the module's text. `on_remove` is awaited with a digest before its file goes (the edge unmounts it there)."""
 
-    def __init__(self, state_dir: str | os.PathLike[str], tools: Tools | None = None, caps: Caps = Caps()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        state_dir: str | os.PathLike[str],
+        tools: Tools | None = None,
+        caps: Caps = Caps(),  # noqa: B008 - frozen
+        remote: RemoteSettings = RemoteSettings(),  # noqa: B008 - frozen
+    ) -> None:
         self.state = Path(state_dir)
         self.tools = tools or Tools()
         self.caps = caps
@@ -50,6 +58,8 @@ class Images:
         self._store = LayerStore(self.state)
         self._store.sweep()
         self._catalog = Catalog(self.state / "catalog.db")
+        self.remote = Remote(self.state, remote)
+        self.remote.evict = self.make_room
         self._cache: dict[tuple[str | None, tuple[str, ...] | None], ResolvedImage] = {}
         self._generation: tuple[int, int] = (-1, -1)
         self._known: dict[str, tuple[int, str | None]] = {}
@@ -129,15 +139,16 @@ class Images:
         found = []
         for digest in digests:
             size, damaged = self._known[digest]
-            path = self._store.path(digest)
+            layer = self._store.layer(digest)
             if damaged is None:
                 try:
-                    damaged = None if path.stat().st_size == size else f"the image file of layer {digest} has a wrong size: {path}"
+                    right = self._store.size(layer) == size
+                    damaged = None if right else f"the image file of layer {digest} has a wrong size: {layer.path}"
                 except FileNotFoundError:
-                    damaged = f"the image file of layer {digest} is gone: {path}"
+                    damaged = f"the image file of layer {digest} is gone: {layer.path}"
             if damaged is not None:
                 raise LayerInvalid(damaged, layer=digest)
-            found.append(Layer(digest, path))
+            found.append(layer)
         return ResolvedImage(name, tuple(found), dict(env or {}), user, workdir)
 
     def pin(self, digests: Iterable[str], sandbox_id: str) -> None:
@@ -181,6 +192,7 @@ class Images:
             async with self._publishing:
                 if self._catalog.find(layer.digest) is None:  # not built again meanwhile
                     self._store.remove(layer.digest)
+                    await self.remote.forget(layer.digest)
         return layer
 
     async def verify(self, reference: str) -> LayerInfo:
@@ -219,7 +231,7 @@ class Images:
     def _young(self, digest: str) -> bool:
         """A file without an entry may be between its rename and its entry, in this process or another."""
         try:
-            stat = self._store.path(digest).stat()
+            stat = self._store.layer(digest).path.stat()
         except FileNotFoundError:
             return True
         return stat.st_ctime > time.time() - 60
@@ -376,6 +388,48 @@ class Images:
                 raise InvalidRequest(f"environment variable {key!r} is not valid", field="env")
         digests = [self._digest(layer) for layer in spec.layers]
         self._refresh()
+    # ------------------------------------------------------------------------------------------------------------- layers in a store
+
+    async def prepare(self, image: ResolvedImage) -> None:
+        """Called after `pin` and before the layers are mounted: data that is not on this node will be there when it is read."""
+        await self.remote.prepare(image.layers, image.name)
+
+    async def make_room(self, digest: str) -> bool:
+        """Unmount a layer that nobody uses, so that its data can go. False: it is in use."""
+        if self._pinned(digest):
+            return False
+        if self.on_remove is not None:
+            await self.on_remove(digest)
+        return not self._pinned(digest)
+
+    def chain(self, reference: str) -> Names:
+        """A layer and all below it, base first."""
+        found: Names = []
+        self._chain(self._digest(reference), found)
+        return found
+
+    @contextlib.asynccontextmanager
+    async def workspace(self) -> AsyncIterator[Path]:
+        """A directory for one piece of work; it goes with all that is in it."""
+        work = await asyncio.to_thread(self._store.open_workspace)
+        try:
+            yield work.path
+        finally:
+            await asyncio.shield(asyncio.to_thread(work.close))
+
+    async def adopt(self, digest: str, name: str, kind: str, size: int, parents: Names, source: str) -> LayerInfo:
+        """Name a layer whose files are in their place."""
+        async with self._publishing:
+            return await asyncio.to_thread(self._catalog.add, digest, name, kind, size, parents, source)
+
+    def push_layer(self, reference: str) -> AsyncGenerator[Progress, None]:
+        """Push a layer and what is below it to the store."""
+        return exchange.push(self, self.remote, reference)
+
+    def pull_layer(self, reference: str, *, lazy: bool, name: str | None = None) -> AsyncGenerator[Progress, None]:
+        """Pull a layer and what is below it from the store."""
+        return exchange.pull(self, self.remote, reference, lazy=lazy, name=name)
+
         self._resolved(name, digests)
         return self._catalog.put_environment(base, tag, msgspec.structs.replace(spec, layers=digests))
 
@@ -385,8 +439,7 @@ class Images:
 
     def layer_path(self, digest: str) -> Path:
         """The image file of a layer that is known and not damaged."""
-        self._refresh()
-        return self._resolved(None, [digest]).layers[0].path
+        return self.layer(digest).path
 
     async def get_environment(self, name: str) -> EnvironmentInfo:
         """One environment; LayerNotFound when there is none."""
@@ -405,6 +458,11 @@ class Images:
             raise LayerNotFound(f"no environment {name!r}", environment=name)
 
 
+    def layer(self, digest: str) -> Layer:
+        """The files of a layer that is known and not damaged."""
+        self._refresh()
+        return self._resolved(None, [digest]).layers[0]
+
 def _absolute(path: str, field: str) -> Path:
     if not path.startswith("/") or "\0" in path:
         raise InvalidRequest(f"{path!r} is not an absolute path on the node", field=field)
@@ -417,7 +475,7 @@ def _plain(layer: LayerInfo) -> dict[str, Any]:
     return value
 
 
-async def last(lines: AsyncIterator[Progress]) -> dict[str, Any]:
+async def last(lines: AsyncIterator[Progress], report: Callable[[Progress], None] | None = None) -> dict[str, Any]:
     """Run a long operation to its end and return its result."""
     result: dict[str, Any] | None = None
     async for line in lines:
@@ -425,3 +483,5 @@ async def last(lines: AsyncIterator[Progress]) -> dict[str, Any]:
     if result is None:
         raise BuildFailed("the operation ended without a result")
     return result
+        if report is not None:
+            report(line)

@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsec.images.model import Layer
+from dsec.images.remote import blobs
 from libdsec.errors import BuildFailed, LayerInvalid
 
 
@@ -45,13 +47,25 @@ class LayerStore:
 
     def __init__(self, state: Path) -> None:
         self.root = state / "layers" / "sha256"
+        self.remote = blobs.root_of(state)
         self.tmp = state / "tmp"
         self.root.mkdir(parents=True, exist_ok=True)
         self.tmp.mkdir(parents=True, exist_ok=True)
 
     def path(self, digest: str) -> Path:
-        """Where the image of a digest is."""
+        """Where the image of a digest that was built here is."""
         return self.root / (digest.removeprefix("sha256:") + ".erofs")
+
+    def layer(self, digest: str) -> Layer:
+        """Where the files of a digest are, built here or pulled."""
+        pulled = self.remote / digest.removeprefix("sha256:")
+        if pulled.is_dir():
+            return Layer(digest, pulled / "meta.erofs", pulled / "data")
+        return Layer(digest, self.path(digest))
+
+    def size(self, layer: Layer) -> int:
+        """Bytes of its files. FileNotFoundError."""
+        return layer.path.stat().st_size + (layer.data.stat().st_size if layer.data else 0)
 
     def open_workspace(self) -> Workspace:
         """A directory for one build; `close` removes it with all that is in it."""
@@ -77,7 +91,7 @@ class LayerStore:
                 removed.append(directory.name)
             finally:
                 os.close(lock)
-        return removed
+        return removed + blobs.sweep(self.remote)
 
     def publish(self, image: Path, digest: str) -> Path:
         """Move a finished, synced image to its place. Two builds of one digest end with one file; a file of a wrong size is replaced."""
@@ -93,7 +107,10 @@ class LayerStore:
 
     def check(self, digest: str) -> None:
         """Read the image and compare its digest. LayerInvalid says what is wrong."""
-        path = self.path(digest)
+        layer = self.layer(digest)
+        if layer.data is not None:
+            return blobs.check(layer.path.parent)
+        path = layer.path
         try:
             with path.open("rb") as image:
                 found = "sha256:" + hashlib.file_digest(image, "sha256").hexdigest()
@@ -104,11 +121,13 @@ class LayerStore:
 
     def files(self) -> dict[str, int]:
         """Digest and size of every image file."""
-        return {"sha256:" + path.stem: path.stat().st_size for path in self.root.glob("*.erofs")}
+        built = {"sha256:" + path.stem: path.stat().st_size for path in self.root.glob("*.erofs")}
+        return built | {"sha256:" + path.name: self.size(self.layer("sha256:" + path.name)) for path in self.remote.glob("[0-9a-f]" * 64)}
 
     def remove(self, digest: str) -> None:
         """Delete the image. A mount of it keeps its bytes until it ends."""
         self.path(digest).unlink(missing_ok=True)
+        blobs.remove(self.remote / digest.removeprefix("sha256:"))
 
 
 def _remove_tree(directory: Path) -> None:

@@ -47,6 +47,10 @@ class ImageResolver(Protocol):
         """The sandbox is gone."""
         ...
 
+    async def prepare(self, image: ResolvedImage) -> None:
+        """Called when the layers are pinned and before they are mounted. Unavailable when remote data cannot be had."""
+        ...
+
     def check_pack(self, request: PackRequest) -> None:
         """Whether a diff can be packed as asked. InvalidRequest."""
         ...

@@ -18,6 +18,7 @@ from dsec.edge.launcher import Launcher
 from dsec.edge.supervisor import ConnectionLost
 from dsec.edge.wire import Fields
 from dsec.guard import seccomp
+from dsec.images.remote.service import is_complete
 from dsec.linux.cgroups import remove_group
 from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable
 
@@ -145,6 +146,7 @@ class Container:
         config = self._config
         filter_path = config.seccomp or seccomp.build(config.run_dir / "seccomp.bpf")
         arguments = ["--run", str(config.run_dir), "--state", str(config.state_dir), "--cgroup", self.cgroup, "--seccomp", str(filter_path)]
+        arguments += ["--fill-ms", str(round(config.fill_deadline * 1000))]
         if join is not None:
             arguments += ["--join", str(join)]
         launcher = Launcher(self._config.aether, self._died)
@@ -183,9 +185,7 @@ class Container:
             mounted = self._mounted[layer.digest] = asyncio.get_running_loop().create_future()
             try:
                 await asyncio.shield(
-                    launcher.call(
-                        wire.F_MOUNT_LAYER, wire.text(wire.T_NAME, layer_name(layer.digest)) + wire.text(wire.T_PATH, str(layer.path))
-                    )
+                    launcher.call(wire.F_MOUNT_LAYER, _layer(layer))
                 )
             except BaseException as error:
                 if self._mounted.get(layer.digest) is mounted:
@@ -229,6 +229,13 @@ class Container:
                 if error.errno != errno.ENOENT:
                     raise
         return found
+
+
+def _layer(layer: Layer) -> bytes:
+    request = wire.text(wire.T_NAME, layer_name(layer.digest)) + wire.text(wire.T_PATH, str(layer.path))
+    if layer.data is not None:
+        request += wire.text(wire.T_DATA, str(layer.data)) + wire.u64(wire.T_FILL, not is_complete(layer))
+    return request
 
 
 def _medium(memory_disk: bool) -> int:

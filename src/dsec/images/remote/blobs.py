@@ -11,6 +11,7 @@ died is fetched again, the same bytes over the same place. mtime of `present` is
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -19,6 +20,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +79,40 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sweep(root: Path) -> list[str]:
+    """Remove what pulls that died left. Returns the names removed."""
+    old = [path for path in root.glob(".new-*") if path.stat().st_mtime < time.time() - 3600]
+    for path in old:
+        shutil.rmtree(path)
+    return [path.name for path in old]
+
+
+def remove(directory: Path) -> None:
+    """Delete a layer's files; it is gone at once. A mount of it keeps them until it ends."""
+    grave = directory.with_name(f".new-{directory.name}")
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(grave)
+        shutil.rmtree(grave)
+
+
+def check(directory: Path) -> None:
+    """Read everything that is there and compare. LayerInvalid says what is wrong; wrong data is forgotten if nobody has it open."""
+    blob = Blob(directory)
+    try:
+        image = directory / "meta.erofs"
+        with image.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != blob.descriptor.meta.sha256:
+            raise LayerInvalid(f"the metadata of layer {blob.digest} has the digest {found}: {image}", layer=blob.digest)
+        wrong = blob.wrong()
+        if wrong and not blob.empty():
+            raise LayerInvalid(f"{len(wrong)} chunks of layer {blob.digest} have wrong bytes: {directory / 'data'}", layer=blob.digest)
+    except FileNotFoundError as error:
+        raise LayerInvalid(f"a file of layer {blob.digest} is gone: {error.filename}", layer=blob.digest) from None
+    finally:
+        blob.close()
 
 
 class Blob:
@@ -223,16 +259,10 @@ class Blob:
             fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return True
 
-    def verify(self) -> list[int]:
-        """Read what is there and compare; what is wrong is forgotten. Returns the indexes that were wrong. Only while it is not mounted."""
-        wrong = []
-        for index, chunk in enumerate(self.descriptor.chunks):
-            if self.have[index] and hashlib.sha256(os.pread(self.fd, chunk.length, self.offsets[index])).hexdigest() != chunk.sha256:
-                wrong.append(index)
-        if wrong:
-            (self.directory / "complete").unlink(missing_ok=True)
-            for index in wrong:
-                self.have[index] = 0
-                self.bytes -= self.descriptor.chunks[index].length
-            self._write_bits(self.have)
-        return wrong
+    def wrong(self) -> list[int]:
+        """Indexes of chunks that are recorded as there and have other bytes."""
+        return [
+            index
+            for index, chunk in enumerate(self.descriptor.chunks)
+            if self.have[index] and hashlib.sha256(os.pread(self.fd, chunk.length, self.offsets[index])).hexdigest() != chunk.sha256
+        ]

@@ -70,7 +70,14 @@ class Fetcher:
     """The way from a store into blobs. One event loop."""
 
     def __init__(
-        self, store: Store, counters: Counters, tell: Callable[[Event], None], *, parallel: int = 16, rate: float = 0.0, deadline: float = 30.0
+        self,
+        store: Store,
+        counters: Counters,
+        tell: Callable[[Event], None],
+        *,
+        parallel: int = 16,
+        rate: float = 0.0,
+        deadline: float = 30.0,
     ) -> None:
         self.store, self.counters, self.deadline = store, counters, deadline
         self._tell = tell

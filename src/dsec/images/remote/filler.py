@@ -1,8 +1,8 @@
 """The filler: the process that brings the bytes a reader waits for. `python -m dsec.images.remote.filler` with its settings as JSON.
 
-It gets events from the loader (`RUN/loader.sock`: which file, which range), fetches every chunk of the range that is not there, and answers;
-on any fault the answer is EIO. From the node (stdin, JSON lines) it gets what to open, prefetch and drop; to the node (stdout) go replies,
-events and counters. It keeps nothing that is not on disk: a new one finds its blobs by their files. It ends when stdin does.
+It gets events from the loader (`RUN/loader.sock`: which file, which range), fetches every chunk of the range that is not there, and
+answers; on any fault the answer is EIO. From the node (stdin, JSON lines) it gets what to open, prefetch and drop; to the node (stdout) go
+replies, events and counters. It keeps nothing that is not on disk: a new one finds its blobs by their files. It ends when stdin does.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A line from the node."""
 
     id: int
-    op: str  # open, drop, stats
+    op: str  # open, drop, forget, stats
     digests: list[str] = []
     environment: str = ""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line to the node: the reply to a request, an event, or a layer that should make room (`evict`)."""
+    """A line to the node: the reply to a request, an event, a layer that should make room (`evict`), or counters."""
 
     id: int = 0
     error: str = ""
@@ -65,6 +65,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     result: Any = None
     event: Event | None = None
     evict: str = ""
+    counters: Counters | None = None
+    cache_bytes: int = 0
 
 
 class Filler:
@@ -168,7 +170,8 @@ class Filler:
             self._by_file[blob.key] = blob
             if blob.lost:
                 self.counters.lost_chunks += len(blob.lost)
-                self.tell(Event("chunk_lost", digest, f"{len(blob.lost)} chunks of layer {digest} were recorded and are holes: fetched again"))
+                text = f"{len(blob.lost)} chunks of layer {digest} were recorded and are holes: they are fetched again"
+                self.tell(Event("chunk_lost", digest, text))
         return blob
 
     def _forget(self, digest: str) -> None:
@@ -190,6 +193,7 @@ class Filler:
         self._changed.add(blob.digest)
 
     async def _keep_records(self) -> None:
+        told = Counters()
         while True:
             await asyncio.sleep(RECORD_EVERY)
             changed, self._changed = self._changed, set()
@@ -207,6 +211,9 @@ class Filler:
                     del self._recorders[key]
                     await self.traces.publish(recorder)
             self._bound()
+            if self.counters != told:
+                told = msgspec.structs.replace(self.counters)
+                self.say(Line(counters=told, cache_bytes=self._allocated()))
 
     # room -------------------------------------------------------------------------------------------------------------------------
 

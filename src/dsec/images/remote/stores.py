@@ -1,8 +1,10 @@
 """Where layers are kept for all nodes: a directory (any mounted file system), or any S3-compatible service. One small interface.
 
-    STORE/chunks/<ab>/<sha256>      bytes of data blobs                STORE/refs/<name>        digest that a name stands for (the newest push)
-    STORE/meta/<sha256>             metadata images                    STORE/traces/<key>       order of first reads of an environment
-    STORE/layers/<sha256>           descriptors
+    chunks/<ab>/<sha256>    bytes of data blobs
+    meta/<sha256>           metadata images
+    layers/<sha256>         descriptors
+    refs/<name>             digest that a name stands for: of the newest push
+    traces/<key>            order of first reads of an environment
 
 An object appears whole or not at all. All but refs and traces are named by their content: whoever writes one twice writes the same.
 """
@@ -13,14 +15,19 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from libdsec.errors import InvalidRequest, StoreUnavailable
 
+if TYPE_CHECKING:
+    from obstore.store import S3Config
+
 OPTIONS = ("endpoint", "region")
+T = TypeVar("T")
 
 
 class Missing(Exception):
@@ -58,7 +65,7 @@ class Store(Protocol):
 
 
 def open_store(url: str) -> Store:
-    """`/a/directory`, `file:///a/directory` or `s3://bucket/prefix[?endpoint=http://host:port&region=...]` (credentials: AWS_* variables)."""
+    """`/a/directory`, `file:///a/directory` or `s3://bucket/prefix[?endpoint=http://host:port&region=...]` (credentials: AWS_*)."""
     if url.startswith("/"):
         return DirectoryStore(Path(url))
     parts = urlsplit(url)
@@ -67,7 +74,8 @@ def open_store(url: str) -> Store:
     if parts.scheme == "s3" and parts.netloc:
         options = dict(parse_qsl(parts.query))
         if unknown := set(options) - set(OPTIONS):
-            raise InvalidRequest(f"store {url}: unknown option {sorted(unknown)[0]!r}; there are {', '.join(OPTIONS)}", field="remote.store")
+            text = f"store {url}: unknown option {sorted(unknown)[0]!r}; there are {', '.join(OPTIONS)}"
+            raise InvalidRequest(text, field="remote.store")
         return S3Store(url, parts.netloc, parts.path.strip("/"), options)
     raise InvalidRequest(f"store {url!r} is neither a directory nor s3://bucket/prefix", field="remote.store")
 
@@ -104,7 +112,7 @@ class DirectoryStore:
     async def put(self, key: str, data: bytes | memoryview, *, replace: bool = False) -> bool:
         return await self._run(lambda path: _publish(path, data, replace), key)
 
-    async def _run(self, work: Any, key: str) -> Any:
+    async def _run(self, work: Callable[[Path], T], key: str) -> T:
         path = self.root / key
         try:
             return await asyncio.to_thread(work, path)
@@ -155,14 +163,16 @@ class S3Store:
         self.url = url
         self._api = obstore
         endpoint = options.get("endpoint")
+        config: S3Config = {"region": options.get("region") or os.environ.get("AWS_REGION") or "us-east-1"}
+        if endpoint:
+            config |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
         self._store = Remote(
             bucket,
             prefix=prefix or None,
-            region=options.get("region") or os.environ.get("AWS_REGION") or "us-east-1",
-            **({"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else {}),
+            config=config,
             client_options={"allow_http": bool(endpoint and endpoint.startswith("http://")), "timeout": "20s", "connect_timeout": "5s"},
-            retry_config={"max_retries": 2},
-        )  # type: ignore[call-overload]
+            retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=5)},
+        )
 
     async def get(self, key: str) -> bytes:
         async def read() -> bytes:
@@ -209,7 +219,7 @@ class S3Store:
 
         return await self._try(write(), key)
 
-    async def _try(self, work: Any, key: str) -> Any:
+    async def _try(self, work: Awaitable[T], key: str) -> T:
         try:
             return await work
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The order in which an environment reads its data for the first time: recorded once, prefetched at the next start, on any node.
 
-Kept in `STATE/remote/traces/<key>` and in the store as `traces/<key>`: JSON `[["sha256:...", chunk], ...]`, a hint and nothing more: what it
-names wrongly is fetched for nothing.
+Kept in `STATE/remote/traces/<key>` and in the store as `traces/<key>`: JSON `[["sha256:...", chunk], ...]`, a hint and nothing more: what
+it names wrongly is fetched for nothing.
 """
 
 from __future__ import annotations

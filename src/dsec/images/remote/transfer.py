@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -86,8 +86,9 @@ async def push(store: Store, work: Path, descriptor: Descriptor, name: str | Non
                 if await store.put(chunk_key(sha256), content):
                     sent.sent_chunks += 1
                     sent.sent_bytes += len(content)
-            done += lengths[sha256]
-            report(f"{done >> 20} MiB", done / max(1, descriptor.size))
+            before, done = done, done + lengths[sha256]
+            if done * 20 // max(1, descriptor.size) > before * 20 // max(1, descriptor.size):
+                report(f"{done >> 20} MiB", done / max(1, descriptor.size))
 
         await _bounded(one, list(offsets))
     meta = await asyncio.to_thread((work / "meta.erofs").read_bytes)
@@ -142,7 +143,7 @@ async def pull(store: Store, digest: str, state: Path) -> Descriptor:
     return found
 
 
-async def complete(store: Store, digest: str, state: Path, parallel: int, rate: float) -> AsyncIterator[float]:
+async def complete(store: Store, digest: str, state: Path, parallel: int, rate: float) -> AsyncGenerator[float, None]:
     """Bring all data of a layer that is not mounted; how much is there, as it goes on. LayerInvalid, StoreUnavailable."""
     events: list[Event] = []
     blob = await asyncio.to_thread(blobs.Blob, blobs.directory_of(state, digest))
