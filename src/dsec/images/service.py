@@ -479,9 +479,9 @@ async def last(lines: AsyncIterator[Progress], report: Callable[[Progress], None
     """Run a long operation to its end and return its result."""
     result: dict[str, Any] | None = None
     async for line in lines:
+        if report is not None:
+            report(line)
         result = line.result if line.result is not None else result
     if result is None:
         raise BuildFailed("the operation ended without a result")
     return result
-        if report is not None:
-            report(line)
