@@ -1,4 +1,6 @@
-"""Packing what a sandbox changed and restoring it, beside `podman commit` and a tar.gz of the whole root. `python -m bench.packdiff [--quick]`.
+"""Packing what a sandbox changed and restoring it, beside `podman commit` and a tar.gz of the whole root.
+
+`python -m bench.packdiff [--quick]`.
 
 The same changes (half random bytes, half text, in files of up to 1 MB) are made on the same Debian root in every arm. CPU is that of the
 processes of the arm: for dsec the node's, its launcher's, the sandbox's supervisor's and all their children.
@@ -25,13 +27,13 @@ CHANGE = """
 import os, random
 random.seed(7)
 left, n = {mb} << 20, 0
-os.makedirs("/work/changed", exist_ok=True)
+os.makedirs("/srv/changed", exist_ok=True)
 words = [bytes(random.randrange(97, 123) for _ in range(random.randrange(2, 9))) for _ in range(4000)]
 while left > 0:
     size = min(left, random.choice((4 << 10, 64 << 10, 1 << 20)))
     text = b" ".join(random.choices(words, k=size // 4 + 1))[:size] if n % 2 else random.randbytes(size)
-    os.makedirs(f"/work/changed/{{n % 50}}", exist_ok=True)
-    with open(f"/work/changed/{{n % 50}}/{{n}}", "wb") as file:
+    os.makedirs(f"/srv/changed/{{n % 50}}", exist_ok=True)
+    with open(f"/srv/changed/{{n % 50}}/{{n}}", "wb") as file:
         file.write(text)
     left -= size
     n += 1
@@ -75,7 +77,7 @@ async def dsec(made: Node, mb: int, rounds: int) -> Took:
             began = time.perf_counter()
             again = await client.run_container(DSecContainerRunArgs(container_image=f"bench/diff:{mb}-{turn}", memory_limit_mb=1024))
             took.restore.append(time.perf_counter() - began)
-            found = await again.run_shell("find /work/changed -type f | wc -l; du -sb /work/changed | cut -f1", check=True)
+            found = await again.run_shell("find /srv/changed -type f | wc -l; du -sb /srv/changed | cut -f1", check=True)
             assert int(found.text.split()[1]) >= mb << 20, found.text
             await again.stop()
         await box.stop()
@@ -123,7 +125,7 @@ def tarred(root: Path, home: Path, mb: int) -> Took:
     took, tree, archive = Took(), home / "tree", home / "whole.tar.gz"
     shutil.copytree(root, tree, symlinks=True)
     (tree / "work").mkdir(exist_ok=True)
-    subprocess.run([sys.executable, "-c", CHANGE.format(mb=mb).replace("/work/", f"{tree}/work/")], check=True)
+    subprocess.run([sys.executable, "-c", CHANGE.format(mb=mb).replace("/srv/", f"{tree}/srv/")], check=True)
 
     def timed(work: Callable[[], object]) -> tuple[float, float]:
         before, began = os.times(), time.perf_counter()

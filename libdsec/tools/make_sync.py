@@ -66,6 +66,7 @@ from libdsec.wire import (
     CommandInfo,
     EnvironmentInfo,
     FileInfo,
+    GcResult,
     LayerInfo,
     NodeInfo,
     PackResult,

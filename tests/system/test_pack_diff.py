@@ -12,7 +12,7 @@ from libdsec import DSecClient, DSecContainerRunArgs, Sandbox, errors
 # Everything that a listing shows of the trees that an agent may change. Times of directories change when something in them is made.
 LISTING = """
 import hashlib, os, stat
-for top in ("/work", "/root", "/usr/lib", "/opt", "/etc", "/home", "/var/tmp"):
+for top in ("/srv", "/root", "/usr/lib", "/opt", "/etc", "/home", "/var/tmp"):
     for where, names, files in sorted(os.walk(top)):
         names.sort()
         for name in sorted(names + files):
@@ -29,12 +29,12 @@ for top in ("/work", "/root", "/usr/lib", "/opt", "/etc", "/home", "/var/tmp"):
 
 CHANGES = """
 set -e
-mkdir -p /work/a/b /opt/new && cd /work
+mkdir -p /srv/a/b /opt/new && cd /srv
 echo one > a/b/one; echo two > 'odd name\n\\x'; ln -s a/b/one link; ln a/b/one hard; chmod 4755 a/b/one; chown 1000:1000 link -h
 printf '\\xff' > "$(printf 'bytes\\xff')"
 truncate -s 50M sparse; echo end >> sparse; chmod 600 sparse
 mkfifo fifo; touch -d '2001-02-03 04:05:06.789' old
-python3 -c 'import os; os.setxattr("/work/old", "user.note", b"kept")'
+python3 -c 'import os; os.setxattr("/srv/old", "user.note", b"kept")'
 rm -r /usr/lib/python3/dist-packages 2>/dev/null || true
 rm -rf /usr/lib/tmpfiles.d; mkdir /usr/lib/tmpfiles.d; echo new > /usr/lib/tmpfiles.d/mine
 mv /usr/lib/os-release /usr/lib/os-release.moved; echo changed >> /etc/profile; rm /etc/issue
@@ -64,7 +64,7 @@ async def test_a_restored_sandbox_is_the_same(node: Node, client: DSecClient) ->
     again = await client.run_container(args("diffs/same"))
     assert (await listing(again)).split(b"\n") == before.split(b"\n")
     # and a diff on top of the diff
-    await again.run_shell("echo more > /work/more; rm /work/link; rm -r /work/a")
+    await again.run_shell("echo more > /srv/more; rm /srv/link; rm -r /srv/a")
     second = await listing(again)
     await again.pack_diff("diffs/same", tag="two")
     third = await client.run_container(args("diffs/same:two"))
@@ -76,21 +76,21 @@ async def test_a_restored_sandbox_is_the_same(node: Node, client: DSecClient) ->
 async def test_what_is_left_out_is_named(node: Node, client: DSecClient) -> None:
     box = await client.run_container(args("bookworm", env={"TOKEN": "s3cret"}))
     await box.run_shell("""
-        mkdir -p /work/pkg/__pycache__ /root/.cache/pip /root/.ssh /work/.git /work/build/deep
-        echo x > /work/pkg/__pycache__/m.pyc; echo x > /root/.cache/pip/p; echo history > /root/.bash_history
-        echo key > /root/.ssh/id_ed25519; echo key > /root/.ssh/id_ed25519.pub; echo ref > /work/.git/HEAD; echo o > /work/build/deep/o
-        echo keep > /work/pkg/m.py; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind("/work/s")'
+        mkdir -p /srv/pkg/__pycache__ /root/.cache/pip /root/.ssh /srv/.git /srv/build/deep
+        echo x > /srv/pkg/__pycache__/m.pyc; echo x > /root/.cache/pip/p; echo history > /root/.bash_history
+        echo key > /root/.ssh/id_ed25519; echo key > /root/.ssh/id_ed25519.pub; echo ref > /srv/.git/HEAD; echo o > /srv/build/deep/o
+        echo keep > /srv/pkg/m.py; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind("/srv/s")'
     """)
-    packed = await box.pack_diff("diffs/scrubbed", scrub=["cache", "history", "credential", "git"], drop=["/work/build/**"])
+    packed = await box.pack_diff("diffs/scrubbed", scrub=["cache", "history", "credential", "git"], drop=["/srv/build/**"])
     dropped = packed.report.dropped
     assert {reason: found.examples for reason, found in dropped.items() if reason != "platform"} == {
-        "cache": ["/root/.cache", "/work/pkg/__pycache__"], "history": ["/root/.bash_history"], "credential": ["/root/.ssh/id_ed25519"],
-        "git": ["/work/.git"], "asked": ["/work/build/deep"], "socket": ["/work/s"],
+        "cache": ["/root/.cache", "/srv/pkg/__pycache__"], "history": ["/root/.bash_history"], "credential": ["/root/.ssh/id_ed25519"],
+        "git": ["/srv/.git"], "asked": ["/srv/build/deep"], "socket": ["/srv/s"],
     }  # fmt: skip
     assert set(dropped["platform"].examples) == {"/etc/hostname", "/etc/hosts"}
     again = await client.run_container(args("diffs/scrubbed"))
-    found = (await again.run_shell("cd /; find work root/.ssh root/.bash_history root/.cache 2>/dev/null | sort; cat /etc/hostname; echo ${TOKEN-none}")).text
-    assert found.split() == ["root/.ssh", "root/.ssh/id_ed25519.pub", "work", "work/build", "work/pkg", "work/pkg/m.py", again.id, "none"]
+    found = (await again.run_shell("cd /; find srv root/.ssh root/.bash_history root/.cache 2>/dev/null | sort; cat /etc/hostname; echo ${TOKEN-none}")).text
+    assert found.split() == ["root/.ssh", "root/.ssh/id_ed25519.pub", "srv", "srv/build", "srv/pkg", "srv/pkg/m.py", again.id, "none"]
     with pytest.raises(errors.InvalidRequest, match="scrub 'x'"):
         await box.pack_diff("diffs/bad", scrub=["x"])
     with pytest.raises(errors.InvalidRequest):
@@ -110,7 +110,7 @@ import os
 n = 0
 while True:
     n += 1
-    for name in ("/work/first", "/work/second"):
+    for name in ("/srv/first", "/srv/second"):
         fd = os.open(name + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.write(fd, b"%d" % n * 2000)
         os.close(fd)
@@ -121,7 +121,7 @@ while True:
 async def test_a_diff_shows_one_point_in_time(node: Node, client: DSecClient) -> None:
     """Two files written in turn differ by at most one step, whatever the moment, and the writer goes on."""
     box = await client.run_container(args("bookworm"))
-    await box.run_shell("mkdir /work; dd if=/dev/urandom of=/work/big bs=1M count=64 status=none")
+    await box.run_shell("dd if=/dev/urandom of=/srv/big bs=1M count=64 status=none")
     writer = await box.start(["python3", "-c", WRITER])
     await asyncio.sleep(0.3)
     for turn in range(3):
@@ -131,27 +131,27 @@ async def test_a_diff_shows_one_point_in_time(node: Node, client: DSecClient) ->
         again = await client.run_container(args(f"diffs/live:t{turn}"))
         counts = []
         for name in ("first", "second"):
-            text = await again.files.read(f"/work/{name}")
+            text = await again.files.read(f"/srv/{name}")
             size = len(text) // 2000
             assert text == text[:size] * 2000, "half of a write"
             counts.append(int(text[:size]))
         assert 0 <= counts[0] - counts[1] <= 1
         await again.stop()
         assert packed.layer.size > 64 << 20
-    before = await box.files.read("/work/first")
+    before = await box.files.read("/srv/first")
     await asyncio.sleep(0.2)
-    assert await box.files.read("/work/first") != before, "it runs on"
+    assert await box.files.read("/srv/first") != before, "it runs on"
     await writer.kill()
     await box.stop()
 
 
 async def test_deep_trees_and_a_sandbox_that_ends_meanwhile(node: Node, client: DSecClient) -> None:
     box = await client.run_container(args("bookworm"))
-    await box.exec(["python3", "-c", "import os\nos.mkdir('/work'); os.chdir('/work')\nfor i in range(3000):\n os.mkdir('d'); os.chdir('d')"])
+    await box.exec(["python3", "-c", "import os\nos.chdir('/srv')\nfor i in range(3000):\n os.mkdir('d'); os.chdir('d')"])
     with pytest.raises(errors.LayerInvalid, match="deep"):
         await box.pack_diff("diffs/deep")
     await box.run_shell("dd if=/dev/urandom of=/big bs=1M count=200 status=none")
-    packing = asyncio.create_task(box.pack_diff("diffs/ended", drop=["/work"]))
+    packing = asyncio.create_task(box.pack_diff("diffs/ended", drop=["/srv"]))
     await asyncio.sleep(0.15)
     await box.stop()
     try:

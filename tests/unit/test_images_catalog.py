@@ -52,8 +52,10 @@ async def test_newest_of_a_name_wins_and_the_cache_follows(images: Images) -> No
     assert await images.resolve("base", None) is await images.resolve("base", None)
     second = put(images, "base", b"2")
     assert (await images.resolve("base", None)).layers[0].digest == second
-    await images.remove(second)
-    assert (await images.resolve("base", None)).layers[0].digest == first
+    await images.remove("base")
+    with pytest.raises(LayerNotFound):
+        await images.resolve("base", None)  # the older one does not come back under it
+    assert (await images.resolve(first, None)).layers[0].digest == first
 
 
 async def test_environments(images: Images) -> None:
@@ -199,3 +201,39 @@ async def test_resolve_is_cheap(images: Images) -> None:
             await images.resolve("base", None)
         best = min(best, (time.perf_counter() - start) / 500)
     assert best < 200e-6  # 8 us on an idle machine
+
+
+async def test_gc_takes_what_lost_its_name_and_nothing_else(images: Images) -> None:
+    old = put(images, "base", b"1")
+    above = put(images, "ws", b"2", [old], "workspace")
+    newer = put(images, "base", b"3")
+    put(images, "ws", b"4", [newer], "workspace")
+    kept_by_environment = put(images, "tool", b"5")
+    put(images, "tool", b"6")
+    await images.put_environment("env", EnvironmentSpec(layers=[kept_by_environment]))
+    leased = put(images, "lease", b"7")
+    put(images, "lease", b"8")
+    await images.lease(leased, "trainer 7", 60)
+    used = put(images, "used", b"9")
+    put(images, "used", b"10")
+    images.pin([used], "sandbox1")
+    two_names = put(images, "first", b"11")
+    put(images, "second", b"11")
+    put(images, "first", b"12")
+    assert not (await images.collect(dry_run=False, min_age=60)).removed, "too young"
+    found = await images.collect(dry_run=True, min_age=0)
+    assert [item.digest for item in found.removed] == [above, old], "from the top down"
+    assert images.state.joinpath("layers/sha256", old.removeprefix("sha256:") + ".erofs").exists(), "a dry run removes nothing"
+    assert {item.digest for item in (await images.collect(dry_run=False, min_age=0)).removed} == {above, old}
+    assert not images.state.joinpath("layers/sha256", old.removeprefix("sha256:") + ".erofs").exists()
+    assert (await images.get(two_names)).name
+    with pytest.raises(LayerInUse, match="lease trainer 7"):
+        await images.remove(leased)
+    await images.lease(leased, "trainer 7", 0)
+    images.unpin("sandbox1")
+    await images.remove_environment("env")
+    assert {item.digest for item in (await images.collect(dry_run=False, min_age=0)).removed} == {leased, used, kept_by_environment}
+    assert not (await images.collect(dry_run=False, min_age=0)).removed
+    for holder, seconds in (("", 5.0), ("x", -1.0), ("x", 1e12)):
+        with pytest.raises(InvalidRequest):
+            await images.lease(newer, holder, seconds)

@@ -14,7 +14,7 @@ from libdsec.api import SEND_MSGPACK, encode, path, query
 from libdsec.errors import BuildFailed, ConnectionFailed, StreamLost, from_body
 from libdsec.http import Response
 from libdsec.sources import Source, as_stream
-from libdsec.wire import EnvironmentInfo, EnvironmentSpec, ImagePull, LayerInfo, LayerRequest, Progress
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, GcRequest, GcResult, ImagePull, LayerInfo, LayerLease, LayerRequest, Progress
 
 if TYPE_CHECKING:
     from libdsec.api import Api
@@ -49,6 +49,14 @@ class Layers:
     async def remove(self, ref: str) -> LayerInfo:
         """Remove a name, and with its last name the layer. LayerInUse names what still needs it."""
         return await self._api.call("DELETE", path("layers", ref), LayerInfo)
+
+    async def lease(self, ref: str, holder: str, seconds: float) -> LayerInfo:
+        """Hold a layer against removal and gc for so long from now; 0 lets go of it."""
+        return await self._api.call("POST", f"{path('layers', ref)}/lease", LayerInfo, body=LayerLease(holder=holder, seconds=seconds))
+
+    async def gc(self, *, dry_run: bool = False, min_age: float = 86400.0) -> GcResult:
+        """Remove layers that lost their names to newer ones at least `min_age` seconds ago and that nothing needs."""
+        return await self._api.call("POST", "/v1/layers:gc", GcResult, body=GcRequest(dry_run=dry_run, min_age=min_age), timeout=600.0)
 
     async def build(
         self,

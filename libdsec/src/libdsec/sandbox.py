@@ -289,8 +289,11 @@ class Sandbox:
         drop: Sequence[str] = (),
         timeout: float = 3600.0,
     ) -> PackResult:
-        """Make a layer of what was changed here, and an environment `name:tag` to create sandboxes from. It runs on; for a moment it stands
-        still, so that the layer shows one point in time. `scrub`: also "git"; `drop`: patterns of paths. The report says what was left out."""
+        """Make a layer of what was changed here, and an environment `name:tag` to create sandboxes from.
+
+        The sandbox runs on; for a moment it stands still, so that the layer shows one point in time. `scrub`: also "git"; `drop`: patterns
+        of paths. The report says what was left out.
+        """
         wanted = PackRequest(name=name, tag=tag, scrub=list(scrub), drop=list(drop))
         return await self._api.call("POST", f"{self._path}/pack", PackResult, body=wanted, timeout=timeout)
 

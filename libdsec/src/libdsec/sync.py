@@ -38,6 +38,7 @@ from libdsec.wire import (
     CommandInfo,
     EnvironmentInfo,
     FileInfo,
+    GcResult,
     LayerInfo,
     NodeInfo,
     PackResult,
@@ -424,8 +425,11 @@ class SyncSandbox(_Wrapper):
         self, name: str, *, tag: str = "latest", scrub: Sequence[str] = ("cache", "history", "credential"), drop: Sequence[str] = (),
         timeout: float = 3600.0,
     ) -> PackResult:
-        """Make a layer of what was changed here, and an environment `name:tag` to create sandboxes from. It runs on; for a moment it stands
-        still, so that the layer shows one point in time. `scrub`: also "git"; `drop`: patterns of paths. The report says what was left out."""
+        """Make a layer of what was changed here, and an environment `name:tag` to create sandboxes from.
+
+        The sandbox runs on; for a moment it stands still, so that the layer shows one point in time. `scrub`: also "git"; `drop`: patterns
+        of paths. The report says what was left out.
+        """
         return self._portal.run(self._inner.pack_diff(name, tag=tag, scrub=scrub, drop=drop, timeout=timeout))
 
     def stop(self) -> SandboxInfo:
@@ -449,6 +453,14 @@ class SyncLayers(_Wrapper):
     def remove(self, ref: str) -> LayerInfo:
         """Remove a name, and with its last name the layer. LayerInUse names what still needs it."""
         return self._portal.run(self._inner.remove(ref))
+
+    def lease(self, ref: str, holder: str, seconds: float) -> LayerInfo:
+        """Hold a layer against removal and gc for so long from now; 0 lets go of it."""
+        return self._portal.run(self._inner.lease(ref, holder, seconds))
+
+    def gc(self, *, dry_run: bool = False, min_age: float = 86400.0) -> GcResult:
+        """Remove layers that lost their names to newer ones at least `min_age` seconds ago and that nothing needs."""
+        return self._portal.run(self._inner.gc(dry_run=dry_run, min_age=min_age))
 
     def build(
         self, name: str, *, kind: str = "base", debian: str | None = None, include: Sequence[str] = (), directory: str | None = None,

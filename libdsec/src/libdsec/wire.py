@@ -316,6 +316,7 @@ class LayerInfo(Reply):
     created_at: float
     used_by: list[str]
     source: str
+    current: bool = True  # False: the name went to a newer layer
 
 
 class LayerRequest(Model):
@@ -331,8 +332,40 @@ class LayerRequest(Model):
     prefix: str = "/"  # where `directory` or `tar` is put inside the layer
 
 
+class LayerLease(Model):
+    """Hold a layer against removal for so many seconds from now; 0 lets go of it."""
+
+    holder: str
+    seconds: float
+
+
+class GcRequest(Model):
+    """Remove layers that lost their names to newer ones and that nothing needs."""
+
+    dry_run: bool = False
+    min_age: float = 86400.0  # seconds since the last of their names was bound
+
+
+class GcItem(Reply):
+    """A layer that gc removed, or would."""
+
+    digest: str
+    name: str
+    size: int
+    created_at: float
+
+
+class GcResult(Reply):
+    """What gc removed, or would. `swept`: directories of dead builds."""
+
+    dry_run: bool
+    removed: list[GcItem] = msgspec.field(default_factory=list)
+    bytes: int = 0
+    swept: list[str] = msgspec.field(default_factory=list)
+
+
 class PackRequest(Model):
-    """Make a layer of what a sandbox changed. `scrub`: kinds of files to leave out; `drop`: patterns of paths (`*`, `**`, `?`) to leave out."""
+    """Make a layer of what a sandbox changed. `scrub`: kinds of files, `drop`: patterns of paths (`*`, `**`, `?`) to leave out."""
 
     name: str  # of the layer and of the environment `name:tag` on top of it
     tag: str = "latest"

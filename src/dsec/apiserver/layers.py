@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsec.apiserver.app import Parts
 from dsec.apiserver.request import Request
 from dsec.apiserver.streams import send_progress
-from libdsec.wire import EnvironmentSpec, ImagePull, LayerRequest
+from libdsec.wire import EnvironmentSpec, GcRequest, ImagePull, LayerLease, LayerRequest
 
 
 async def list_all(parts: Parts, request: Request) -> None:
@@ -22,6 +22,16 @@ async def remove(parts: Parts, request: Request) -> None:
 
 async def verify(parts: Parts, request: Request) -> None:
     await request.reply(await parts.images.verify(request.path["ref"]))
+
+
+async def lease(parts: Parts, request: Request) -> None:
+    wanted: LayerLease = request.body
+    await request.reply(await parts.images.lease(request.path["ref"], wanted.holder, wanted.seconds))
+
+
+async def gc(parts: Parts, request: Request) -> None:
+    wanted: GcRequest = request.body
+    await request.reply(await parts.images.collect(dry_run=wanted.dry_run, min_age=wanted.min_age))
 
 
 async def build(parts: Parts, request: Request) -> None:

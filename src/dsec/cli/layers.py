@@ -14,7 +14,7 @@ from dsec.cli import common
 if TYPE_CHECKING:
     from dsec.images.service import Images
     from libdsec import DSecClient
-    from libdsec.wire import LayerInfo, Progress
+    from libdsec.wire import GcResult, LayerInfo, Progress
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Read-only layers: build, list, remove, check.")
 
@@ -66,7 +66,7 @@ def ls(as_json: Annotated[bool, common.JSON] = False) -> None:
         return
     common.show_table(
         ("name", "digest", "kind", "size", "age", "parents", "used by"),
-        ((i.name, i.digest[:19], i.kind, common.size(i.size), common.age(i.created_at), len(i.parents), len(i.used_by)) for i in infos),
+        ((i.name if i.current else f"({i.name})", i.digest[:19], i.kind, common.size(i.size), common.age(i.created_at), len(i.parents), len(i.used_by)) for i in infos),
     )
 
 
@@ -79,6 +79,26 @@ def rm(layer: Annotated[list[str], typer.Argument(help="Names or digests.")]) ->
             print((await client.layers.remove(reference)).digest)
 
     common.call(work)
+
+
+@app.command("gc")
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    min_age: Annotated[float, typer.Option(help="Hours since the last of their names went to a newer layer.")] = 24.0,
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """Remove layers that lost their names to newer ones and that nothing needs: no environment, sandbox, lease or layer."""
+
+    async def work(client: DSecClient) -> GcResult:
+        return await client.layers.gc(dry_run=dry_run, min_age=min_age * 3600)
+
+    result = common.call(work)
+    if as_json:
+        common.show_json(result)
+        return
+    rows = ((i.digest[:19], i.name, common.size(i.size), common.age(i.created_at)) for i in result.removed)
+    common.show_table(("digest", "was", "size", "age"), rows)
+    print(f"{'would free' if dry_run else 'freed'} {common.size(result.bytes)} of {len(result.removed)} layers")
 
 
 @app.command("fsck")
@@ -123,25 +143,6 @@ def verify(layer: Annotated[list[str], typer.Argument(help="Names or digests.")]
     common.guarded(work())
 
 
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[Progress], None]]:
-    """A bar on a terminal, lines elsewhere, on stderr."""
-    if not sys.stderr.isatty():
-        yield lambda line: print(f"{what}: {line.message}", file=sys.stderr) if line.message else None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    with Bar(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=None)
-
-        def report(line: Progress) -> None:
-            bar.update(task, description=f"{what}: {line.message[:60]}")
-            if line.fraction is not None:
-                bar.update(task, total=1.0, completed=line.fraction)
-
-        yield report
 @app.command("push")
 def push(name: Annotated[str, typer.Argument(help="Name or digest.")], as_json: Annotated[bool, common.JSON] = False) -> None:
     """Send a layer of this machine and what is below it to the store (`remote.store`); works with no node running."""
@@ -198,3 +199,22 @@ def _exchange(what: str, work: Callable[[Images, Callable[[Progress], None]], Aw
     return common.guarded(run())
 
 
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal, lines elsewhere, on stderr."""
+    if not sys.stderr.isatty():
+        yield lambda line: print(f"{what}: {line.message}", file=sys.stderr) if line.message else None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=None)
+
+        def report(line: Progress) -> None:
+            bar.update(task, description=f"{what}: {line.message[:60]}")
+            if line.fraction is not None:
+                bar.update(task, total=1.0, completed=line.fraction)
+
+        yield report

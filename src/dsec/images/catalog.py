@@ -21,7 +21,7 @@ import msgspec
 from libdsec.errors import DSecError, LayerInUse, LayerNotFound
 from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, Limits
 
-VERSION = 2  # of the file
+VERSION = 3  # of the file
 MANIFEST_VERSION = 2  # of environments
 SCHEMA = """
 CREATE TABLE layers (digest TEXT PRIMARY KEY, kind TEXT NOT NULL, size INTEGER NOT NULL, source TEXT NOT NULL, created_at REAL NOT NULL,
@@ -38,10 +38,18 @@ CREATE INDEX environment_layers_digest ON environment_layers (digest);
 CREATE INDEX parents_parent ON parents (parent);
 """
 # What a version added. `made_from`: which input (an OCI layer, a build step) a layer was made of, so that it is not made again.
+# `current`: the name stands for this layer; a name that is 0 went to a newer one and never comes back by itself.
+# `leases`: who holds a layer, for whatever reason of its own, and how long.
 ADDED = {
     2: """
 CREATE TABLE made_from (input TEXT PRIMARY KEY, digest TEXT NOT NULL REFERENCES layers ON DELETE CASCADE) WITHOUT ROWID;
 CREATE INDEX made_from_digest ON made_from (digest);
+""",
+    3: """
+ALTER TABLE names ADD COLUMN current INTEGER NOT NULL DEFAULT 1;
+UPDATE names SET current=0 WHERE EXISTS (SELECT 1 FROM names newer WHERE newer.name=names.name AND newer.bound_at>names.bound_at);
+CREATE TABLE leases (digest TEXT NOT NULL REFERENCES layers ON DELETE CASCADE, holder TEXT NOT NULL, until REAL NOT NULL,
+                     PRIMARY KEY (digest, holder)) WITHOUT ROWID;
 """,
 }
 
@@ -107,7 +115,8 @@ class Catalog:
                     if not db.execute("SELECT 1 FROM layers WHERE digest=?", (parent,)).fetchone():
                         raise LayerNotFound(f"parent layer {parent} was removed meanwhile", layer=parent)
                     db.execute("INSERT INTO parents VALUES (?,?,?)", (digest, position, parent))
-            db.execute("INSERT OR REPLACE INTO names VALUES (?,?,?)", (name, digest, now))
+            db.execute("UPDATE names SET current=0 WHERE name=?", (name,))
+            db.execute("INSERT OR REPLACE INTO names VALUES (?,?,?,1)", (name, digest, now))
             return self._info(digest, name)
 
     def _info(self, digest: str, name: str) -> LayerInfo:
@@ -119,6 +128,7 @@ class Catalog:
             size=row[1],
             source=row[2],
             created_at=row[3],
+            current=self.find(name) == digest,
             parents=self.parents(digest),
             used_by=self.users(digest),
         )
@@ -145,7 +155,7 @@ class Catalog:
             if reference.startswith("sha256:"):
                 row = self._db.execute("SELECT digest FROM layers WHERE digest=?", (reference,)).fetchone()
             else:
-                row = self._db.execute("SELECT digest FROM names WHERE name=? ORDER BY bound_at DESC LIMIT 1", (reference,)).fetchone()
+                row = self._db.execute("SELECT digest FROM names WHERE name=? AND current=1", (reference,)).fetchone()
             return row[0] if row else None
 
     def parents(self, digest: str) -> list[str]:
@@ -176,8 +186,21 @@ class Catalog:
         with self._write() as db:
             db.execute("UPDATE layers SET damaged=? WHERE digest=?", (why, digest))
 
+    def lease(self, digest: str, holder: str, until: float) -> None:
+        """Hold a layer; a time that has passed lets go of it. A later lease of the same holder replaces the earlier one."""
+        with self._write() as db:
+            db.execute("DELETE FROM leases WHERE until<=? OR (digest=? AND holder=?)", (time.time(), digest, holder))
+            if until > time.time():
+                db.execute("INSERT INTO leases VALUES (?,?,?)", (digest, holder, until))
+
+    def superseded(self, before: float) -> dict[str, str]:
+        """Layers that no name stands for any more, with one that did; bound before a time."""
+        with self._lock:
+            query = "SELECT digest, max(name) FROM names GROUP BY digest HAVING max(bound_at)<? AND max(current)=0"
+            return dict(self._db.execute(query, (before,)).fetchall())
+
     def users(self, digest: str) -> list[str]:
-        """Environments and layers that need this layer."""
+        """Environments, layers and leases that need this layer."""
         with self._lock:
             environments = self._db.execute("SELECT DISTINCT name||':'||tag FROM environment_layers WHERE digest=?", (digest,)).fetchall()
             children = self._db.execute(
@@ -185,7 +208,12 @@ class Catalog:
                 "FROM parents p WHERE parent=?",
                 (digest,),
             ).fetchall()
-        return [f"environment {row[0]}" for row in environments] + [f"layer {row[1] or row[0]}" for row in children]
+            leases = self._db.execute("SELECT holder FROM leases WHERE digest=? AND until>?", (digest, time.time())).fetchall()
+        return (
+            [f"environment {row[0]}" for row in environments]
+            + [f"layer {row[1] or row[0]}" for row in children]
+            + [f"lease {row[0]}" for row in leases]
+        )
 
     def remove(self, reference: str, pinned: list[str]) -> tuple[str, bool]:
         """Take a name off a layer, and the layer out of the catalog with its last name (a digest: all names).

@@ -24,7 +24,9 @@ from dsec.linux.tools import mkfs_erofs_features
 from libdsec.errors import BuildFailed, LayerInvalid, NoSpace
 
 
-def pack_tree(tree: Path, uid_base: int, wanted: dict[str, object], output: Path, mkfs: Path, caps: Caps, report: Reporter) -> dict[str, object]:
+def pack_tree(
+    tree: Path, uid_base: int, wanted: dict[str, object], output: Path, mkfs: Path, caps: Caps, report: Reporter
+) -> dict[str, object]:
     """Scrub the tree and write the image. DSecError, OSError."""
     features = mkfs_erofs_features(mkfs)
     if "uid-offset" not in features:

@@ -57,7 +57,8 @@ async def pack(images: Images, origin: DiffOrigin, request: PackRequest) -> Pack
         made = line.result or made
     report = msgspec.convert(made.pop("report"), PackReport)
     layer = msgspec.convert(made, LayerInfo)
-    spec = msgspec.structs.replace(await _template(images, origin), layers=[*origin.layers, layer.digest], user=origin.user, workdir=origin.workdir)
+    template = await _template(images, origin)
+    spec = msgspec.structs.replace(template, layers=[*origin.layers, layer.digest], user=origin.user, workdir=origin.workdir)
     return PackResult(layer=layer, environment=await images.put_environment(f"{request.name}:{request.tag}", spec), report=report)
 
 
@@ -71,6 +72,5 @@ async def _template(images: Images, origin: DiffOrigin) -> EnvironmentSpec:
             pass
         else:
             if found.layers == list(origin.layers):
-                known = {field.name: getattr(found, field.name) for field in msgspec.structs.fields(EnvironmentSpec) if hasattr(found, field.name)}
-                return EnvironmentSpec(**known)
+                return EnvironmentSpec(**{field.name: getattr(found, field.name) for field in msgspec.structs.fields(EnvironmentSpec)})
     return EnvironmentSpec(layers=[])

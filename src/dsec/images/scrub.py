@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from libdsec.errors import LayerInvalid
@@ -117,7 +117,11 @@ def scrub(tree: bytes, rules: list[tuple[str, re.Pattern[bytes]]]) -> Report:
                 report.bytes += info.st_size
                 report.sparse = report.sparse or (info.st_size >= 1 << 20 and info.st_blocks * 512 < info.st_size // 2)
             elif stat.S_ISDIR(info.st_mode):
-                _with(directory, name, lambda fd, below=path + b"/": walk(fd, below))
+                fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+                try:
+                    walk(fd, path + b"/")
+                finally:
+                    os.close(fd)
 
     root = os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -127,14 +131,6 @@ def scrub(tree: bytes, rules: list[tuple[str, re.Pattern[bytes]]]) -> Report:
     finally:
         os.close(root)
     return report
-
-
-def _with(directory: int, name: bytes, work: Callable[[int], None]) -> None:
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-    try:
-        work(fd)
-    finally:
-        os.close(fd)
 
 
 def _below(directory: int, name: bytes) -> Iterator[os.stat_result]:

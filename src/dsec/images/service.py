@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from dsec.images import diffs
+from dsec.images import diffs, gc
 from dsec.images.build import Build, Origin, Source, debian_source, directory_source
 from dsec.images.catalog import Catalog
 from dsec.images.model import DIGEST, KINDS, MAX_LAYERS, DiffOrigin, Layer, ResolvedImage, check_name, split_reference
@@ -32,13 +32,14 @@ from dsec.images.store import LayerStore
 from dsec.images.tarstream import Caps, clean
 from dsec.linux.tools import Tools
 from libdsec.errors import BuildFailed, InvalidRequest, LayerInvalid, LayerNotFound
-from libdsec.wire import EnvironmentInfo, EnvironmentSpec, ImagePull, LayerInfo, LayerRequest, PackRequest, PackResult, Progress
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, GcResult, ImagePull, LayerInfo, LayerRequest, PackRequest, PackResult, Progress
 
 PARALLEL_BUILDS = 2
 Layers = list[LayerInfo]  # inside the class `list` is a method
 Names = list[str]
 Environments = list[EnvironmentInfo]
 CACHED = 4096
+MAX_LEASE = 30 * 86400
 
 
 class Images:
@@ -57,9 +58,9 @@ class Images:
         self.on_remove: Callable[[str], Awaitable[None]] | None = None
         self._store = LayerStore(self.state)
         self._store.sweep()
-        self._catalog = Catalog(self.state / "catalog.db")
         self.remote = Remote(self.state, remote)
         self.remote.evict = self.make_room
+        self._catalog = Catalog(self.state / "catalog.db")
         self._cache: dict[tuple[str | None, tuple[str, ...] | None], ResolvedImage] = {}
         self._generation: tuple[int, int] = (-1, -1)
         self._known: dict[str, tuple[int, str | None]] = {}
@@ -191,9 +192,30 @@ class Images:
                 await self.on_remove(layer.digest)
             async with self._publishing:
                 if self._catalog.find(layer.digest) is None:  # not built again meanwhile
-                    self._store.remove(layer.digest)
                     await self.remote.forget(layer.digest)
+                    self._store.remove(layer.digest)
         return layer
+
+    async def lease(self, reference: str, holder: str, seconds: float) -> LayerInfo:
+        """Hold a layer for so long against removal and gc; 0 lets go of it."""
+        if not 0 < len(holder) <= 128 or not holder.isprintable():
+            raise InvalidRequest("holder: 1 to 128 printable characters", field="holder")
+        if not 0 <= seconds <= MAX_LEASE:
+            raise InvalidRequest(f"seconds: 0 to {MAX_LEASE}", field="seconds")
+        self._catalog.lease(self._digest(reference), holder, time.time() + seconds)
+        return await self.get(reference)
+
+    def superseded(self, before: float) -> dict[str, str]:
+        """See `Catalog.superseded`."""
+        return self._catalog.superseded(before)
+
+    def sweep(self) -> Names:
+        """Remove what dead builds left."""
+        return self._store.sweep()
+
+    async def collect(self, *, dry_run: bool, min_age: float) -> GcResult:
+        """Remove garbage, or say what would go."""
+        return await gc.collect(self, dry_run=dry_run, min_age=min_age)
 
     async def verify(self, reference: str) -> LayerInfo:
         """Read the image file and compare its digest; a bad one is marked and refused from now on."""
@@ -366,28 +388,6 @@ class Images:
         finally:
             await asyncio.shield(asyncio.to_thread(work.close))
 
-    def check_pack(self, request: PackRequest) -> None:
-        """Whether a diff can be packed as asked. InvalidRequest."""
-        diffs.check(request)
-
-    async def pack(self, origin: DiffOrigin, request: PackRequest) -> PackResult:
-        """Make a layer and an environment of a copy of a writable layer."""
-        return await diffs.pack(self, origin, request)
-
-    # --------------------------------------------------------------------------------------------------------------------- environments
-
-    async def put_environment(self, name: str, spec: EnvironmentSpec) -> EnvironmentInfo:
-        """Bind `name[:tag]` to layers (names become digests now), ENV, USER, WORKDIR."""
-        base, tag = split_reference(name)
-        if not spec.layers:
-            raise InvalidRequest("an environment needs a layer", field="layers")
-        if not spec.workdir.startswith("/") or "\0" in spec.workdir:
-            raise InvalidRequest(f"workdir {spec.workdir!r} is not an absolute path", field="workdir")
-        for key, value in spec.env.items():
-            if not key or "=" in key or "\0" in key + value:
-                raise InvalidRequest(f"environment variable {key!r} is not valid", field="env")
-        digests = [self._digest(layer) for layer in spec.layers]
-        self._refresh()
     # ------------------------------------------------------------------------------------------------------------- layers in a store
 
     async def prepare(self, image: ResolvedImage) -> None:
@@ -430,12 +430,39 @@ class Images:
         """Pull a layer and what is below it from the store."""
         return exchange.pull(self, self.remote, reference, lazy=lazy, name=name)
 
+    def check_pack(self, request: PackRequest) -> None:
+        """Whether a diff can be packed as asked. InvalidRequest."""
+        diffs.check(request)
+
+    async def pack(self, origin: DiffOrigin, request: PackRequest) -> PackResult:
+        """Make a layer and an environment of a copy of a writable layer."""
+        return await diffs.pack(self, origin, request)
+
+    # --------------------------------------------------------------------------------------------------------------------- environments
+
+    async def put_environment(self, name: str, spec: EnvironmentSpec) -> EnvironmentInfo:
+        """Bind `name[:tag]` to layers (names become digests now), ENV, USER, WORKDIR."""
+        base, tag = split_reference(name)
+        if not spec.layers:
+            raise InvalidRequest("an environment needs a layer", field="layers")
+        if not spec.workdir.startswith("/") or "\0" in spec.workdir:
+            raise InvalidRequest(f"workdir {spec.workdir!r} is not an absolute path", field="workdir")
+        for key, value in spec.env.items():
+            if not key or "=" in key or "\0" in key + value:
+                raise InvalidRequest(f"environment variable {key!r} is not valid", field="env")
+        digests = [self._digest(layer) for layer in spec.layers]
+        self._refresh()
         self._resolved(name, digests)
         return self._catalog.put_environment(base, tag, msgspec.structs.replace(spec, layers=digests))
 
     def made_from(self, source: str) -> str | None:
         """The layer that was made of this input before."""
         return self._catalog.made_from(source)
+
+    def layer(self, digest: str) -> Layer:
+        """The files of a layer that is known and not damaged."""
+        self._refresh()
+        return self._resolved(None, [digest]).layers[0]
 
     def layer_path(self, digest: str) -> Path:
         """The image file of a layer that is known and not damaged."""
@@ -457,11 +484,6 @@ class Images:
         if not self._catalog.remove_environment(*split_reference(name)):
             raise LayerNotFound(f"no environment {name!r}", environment=name)
 
-
-    def layer(self, digest: str) -> Layer:
-        """The files of a layer that is known and not damaged."""
-        self._refresh()
-        return self._resolved(None, [digest]).layers[0]
 
 def _absolute(path: str, field: str) -> Path:
     if not path.startswith("/") or "\0" in path:
