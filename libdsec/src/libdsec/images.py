@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from libdsec import tars
+from libdsec import ignore, tars
 from libdsec.api import SEND_MSGPACK, encode, path, query
 from libdsec.errors import BuildFailed, ConnectionFailed, StreamLost, from_body
 from libdsec.http import Response
@@ -162,6 +162,36 @@ class Images:
                 return await self._send(file, name, image, platform, on_progress)
         return await self._send(source, name, image, platform, on_progress)
 
+    async def build(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        *,
+        dockerfile: str | os.PathLike[str] | None = None,
+        target: str | None = None,
+        args: Mapping[str, str] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> EnvironmentInfo:
+        """Build a Dockerfile on the node. `directory`: its context, sent without what its .dockerignore names.
+
+        `dockerfile`: a file of this machine, in the context or not; `directory`/Dockerfile when not given. `target`: a stage; the last one
+        when not given. `args`: values for ARG. RUN steps run in sandboxes without a network.
+        """
+        file = os.path.join(directory, "Dockerfile") if dockerfile is None else os.fspath(dockerfile)
+        text = await asyncio.to_thread(_read, file)
+        patterns = await asyncio.to_thread(ignore.read, os.fspath(directory), file)
+        asked = {"name": name, "dockerfile": ignore.DOCKERFILE, "arg": [f"{key}={value}" for key, value in (args or {}).items()]}
+        context = tars.pack(os.fspath(directory), patterns, {ignore.DOCKERFILE: text})
+        response = await self._api.open(
+            "PUT",
+            "/v1/images/build" + query(asked | ({"target": target} if target is not None else {})),
+            body=as_stream(context),
+            headers={"content-type": "application/x-tar", "accept": _LINES},
+            timeout=None,
+            idle_timeout=_SILENCE,
+        )
+        return await _follow(response, on_progress, EnvironmentInfo)
+
     async def _send(
         self, source: Source, name: str | None, image: str | None, platform: str, on_progress: OnProgress | None
     ) -> EnvironmentInfo:
@@ -197,6 +227,11 @@ class Environments:
     async def remove(self, name: str) -> None:
         """Forget the name. Layers and sandboxes stay."""
         await self._api.exchange("DELETE", path("environments", name))
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 async def _lines(response: Response) -> AsyncIterator[Progress]:

@@ -533,14 +533,25 @@ class SyncImages(_Wrapper):
         """
         return self._portal.run(self._inner.load(source, name=name, image=image, platform=platform, on_progress=self._portal.callback(on_progress)))
 
+    def build(
+        self, name: str, directory: str | os.PathLike[str], *, dockerfile: str | os.PathLike[str] | None = None, target: str | None = None,
+        args: Mapping[str, str] | None = None, on_progress: OnProgress | None = None,
+    ) -> EnvironmentInfo:
+        """Build a Dockerfile on the node. `directory`: its context, sent without what its .dockerignore names.
+
+        `dockerfile`: a file of this machine, in the context or not; `directory`/Dockerfile when not given. `target`: a stage; the last one
+        when not given. `args`: values for ARG. RUN steps run in sandboxes without a network.
+        """
+        return self._portal.run(self._inner.build(name, directory, dockerfile=dockerfile, target=target, args=args, on_progress=self._portal.callback(on_progress)))
+
 
 class SyncDSecClient(_Wrapper):
     """A connection to a node, for any number of calls at once. One event loop at a time.
 
-    `base_url`: else `DSEC_URL`, else the node on this machine. `api_key`: else `DSEC_API_KEY`, else the file `~/.config/dsec/key`, else,
-    for a node on this machine, `$DSEC_STATE/api.key`. `ca_file`: certificates to trust beside the system's (`DSEC_CA_FILE`). `patience`:
-    seconds for which calls that can be repeated safely wait for a node that went away. No proxy variables are used. To anything but this
-    machine the key travels only over https, unless `allow_http`.
+    `base_url`: else `DSEC_URL`, else the node on this machine (`$DSEC_RUN/node.json` says where it is). `api_key`: else `DSEC_API_KEY`,
+    else the file `~/.config/dsec/key`, else, for a node on this machine, `$DSEC_STATE/api.key`. `ca_file`: certificates to trust beside the
+    system's (`DSEC_CA_FILE`). `patience`: seconds for which calls that can be repeated safely wait for a node that went away. No proxy
+    variables are used. To anything but this machine the key travels only over https, unless `allow_http`.
     """
 
     _inner: _client.DSecClient

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Literal
 
 from libdsec.errors import DSecError, InvalidRequest
@@ -23,10 +23,20 @@ Links = Literal["error", "skip", "keep"]
 Names = list[str]
 
 
-def pack(directory: str, exclude: Sequence[str] = ()) -> Iterator[bytes]:
-    """The content of `directory` as a tar archive, in parts of about CHUNK bytes. `exclude`: patterns on the relative path or on the
-    name."""
+Excluded = Callable[[str, bool], tuple[bool, bool]]
+
+
+def pack(directory: str, exclude: Sequence[str] | Excluded = (), extra: Mapping[str, bytes] | None = None) -> Iterator[bytes]:
+    """The content of `directory` as a tar archive, in parts of about CHUNK bytes.
+
+    `exclude`: patterns on the relative path or on the name; or a function of the relative path, and whether it is a directory, that tells
+    whether it is left out, and whether to look below it. `extra`: files by name that are put before it.
+    """
     pending = bytearray()
+    for name, content in (extra or {}).items():
+        info = tarfile.TarInfo(name)
+        info.size = len(content)
+        pending += info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape") + content + bytes(-len(content) % _BLOCK)
     seen: dict[tuple[int, int], str] = {}
     for relative, full in _walk(directory, exclude):
         status = os.lstat(full)
@@ -67,18 +77,30 @@ def pack(directory: str, exclude: Sequence[str] = ()) -> Iterator[bytes]:
     yield bytes(pending) + bytes(2 * _BLOCK)
 
 
-def _walk(directory: str, exclude: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _by_patterns(patterns: Sequence[str]) -> Excluded:
+    def excluded(relative: str, directory: bool) -> tuple[bool, bool]:
+        name = relative.rpartition("/")[2]
+        out = any(fnmatch.fnmatchcase(relative, pattern) or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return out, not out
+
+    return excluded
+
+
+def _walk(directory: str, exclude: Sequence[str] | Excluded) -> Iterator[tuple[str, str]]:
+    excluded = exclude if callable(exclude) else _by_patterns(exclude)
     for top, names, files in os.walk(directory, onerror=_raise):
         base = os.path.relpath(top, directory)
-        links = [name for name in names if os.path.islink(os.path.join(top, name))]
-        kept = []
+        links = {name for name in names if os.path.islink(os.path.join(top, name))}
+        directories = set(names) - links
+        below = set()
         for name in sorted(names + files):
             relative = name if base == "." else f"{base}/{name}"
-            if any(fnmatch.fnmatchcase(relative, pattern) or fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
-                continue
-            kept.append(name)
-            yield relative, os.path.join(top, name)
-        names[:] = [name for name in names if name in set(kept) and name not in links]
+            out, look = excluded(relative, name in directories)
+            if look:
+                below.add(name)
+            if not out:
+                yield relative, os.path.join(top, name)
+        names[:] = [name for name in names if name in below and name not in links]
 
 
 def _raise(error: OSError) -> None:

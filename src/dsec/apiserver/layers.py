@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dsec.apiserver.app import Parts
+from dsec.apiserver.builds import EdgeRunner
 from dsec.apiserver.request import Request
 from dsec.apiserver.streams import send_progress
+from libdsec.errors import InvalidRequest
 from libdsec.wire import EnvironmentSpec, GcRequest, ImagePull, LayerLease, LayerRequest
 
 
@@ -58,6 +60,24 @@ async def pull_image(parts: Parts, request: Request) -> None:
 async def import_image(parts: Parts, request: Request) -> None:
     platform = request.text("platform") or "linux/amd64"
     lines = parts.images.import_image(request.chunks(), request.text("name"), request.text("image"), platform)
+    await send_progress(request, lines, uploading=True)
+
+
+async def build_image(parts: Parts, request: Request) -> None:
+    args = {}
+    for pair in request.texts("arg"):
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise InvalidRequest(f"arg {pair[:100]!r} is not KEY=VALUE", field="arg")
+        args[key] = value
+    lines = parts.images.build_image(
+        request.chunks(),
+        EdgeRunner(parts.edge, parts.images),
+        request.need("name"),
+        dockerfile=request.text("dockerfile") or "Dockerfile",
+        target=request.text("target"),
+        args=args,
+    )
     await send_progress(request, lines, uploading=True)
 
 

@@ -1,4 +1,4 @@
-"""image pull, import."""
+"""image pull, import, build."""
 from __future__ import annotations
 
 import base64
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from libdsec import DSecClient
     from libdsec.wire import EnvironmentInfo
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Whole images: pull and import OCI and Docker images.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Whole images: pull, import and build.")
 
 NAME = typer.Option("--name", metavar="NAME[:TAG]", help="Name of the environment; the image's own when not given.")
 PLATFORM = typer.Option("--platform", metavar="OS/ARCH", help="Which image of a multi-platform one.")
@@ -59,6 +59,30 @@ def import_(
     async def work(client: DSecClient) -> EnvironmentInfo:
         with progress(f"image {path.name}") as report:
             return await client.images.load(path, name=name, image=image, platform=platform, on_progress=report)
+
+    _show(common.call(work), as_json)
+
+
+@app.command("build")
+def build(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The context; its .dockerignore is honoured.")],
+    tag: Annotated[str, typer.Option("-t", "--tag", metavar="NAME[:TAG]", help="Name of the environment.")],
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="The Dockerfile; DIR/Dockerfile when not given.")] = None,
+    target: Annotated[str | None, typer.Option(help="Build this stage.")] = None,
+    build_arg: Annotated[list[str], typer.Option("--build-arg", metavar="KEY=VALUE")] = [],  # noqa: B006 - typer reads it
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """Build an environment from a Dockerfile."""
+    dockerfile = file or directory / "Dockerfile"
+    if not directory.is_dir():
+        common.fail(f"file_not_found: {directory} is not a directory", 2)
+    if not dockerfile.is_file():
+        common.fail(f"file_not_found: there is no {dockerfile}", 2)
+    args = common.pairs(build_arg, "--build-arg")
+
+    async def work(client: DSecClient) -> EnvironmentInfo:
+        with progress(f"image {tag}") as report:
+            return await client.images.build(tag, directory, dockerfile=dockerfile, target=target, args=args, on_progress=report)
 
     _show(common.call(work), as_json)
 

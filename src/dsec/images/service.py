@@ -20,6 +20,7 @@ import msgspec
 from dsec.images import diffs, gc
 from dsec.images.build import Build, Origin, Source, debian_source, directory_source
 from dsec.images.catalog import Catalog
+from dsec.images.dockerfile.builder import Builder, Runner
 from dsec.images.model import DIGEST, KINDS, MAX_LAYERS, DiffOrigin, Layer, ResolvedImage, check_name, split_reference
 from dsec.images.oci.archive import FileSource, chunks, is_plain, receive
 from dsec.images.oci.importer import Importer
@@ -430,6 +431,21 @@ class Images:
         """Pull a layer and what is below it from the store."""
         return exchange.pull(self, self.remote, reference, lazy=lazy, name=name)
 
+    async def build_image(
+        self, context: AsyncIterator[bytes], runner: Runner, name: str, *, dockerfile: str, target: str | None, args: dict[str, str]
+    ) -> AsyncGenerator[Progress, None]:
+        """Build a Dockerfile of a context, an uploaded tar; the last line's `result` is the EnvironmentInfo. docs/oci.md."""
+        work = await asyncio.to_thread(self._store.open_workspace)
+        try:
+            path = work.path / "context.tar"
+            await receive(context, path, self.caps.bytes)
+            builder = await asyncio.to_thread(Builder, self, runner, path, args)
+            async with contextlib.aclosing(builder.run(name, dockerfile, target)) as lines:
+                async for line in lines:
+                    yield line
+        finally:
+            await asyncio.shield(asyncio.to_thread(work.close))
+
     def check_pack(self, request: PackRequest) -> None:
         """Whether a diff can be packed as asked. InvalidRequest."""
         diffs.check(request)
@@ -454,6 +470,10 @@ class Images:
         self._refresh()
         self._resolved(name, digests)
         return self._catalog.put_environment(base, tag, msgspec.structs.replace(spec, layers=digests))
+
+    def remember(self, source: str, digest: str) -> None:
+        """A layer was made of this input."""
+        self._catalog.set_made_from(source, digest)
 
     def made_from(self, source: str) -> str | None:
         """The layer that was made of this input before."""

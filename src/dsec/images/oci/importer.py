@@ -63,7 +63,7 @@ class Importer:
         async with contextlib.aclosing(self._layers(name, image, pieces, digests)) as lines:
             async for line in lines:
                 yield line
-        stack = _unique(digests)
+        stack = unique(digests)
         if not stack:
             raise LayerInvalid(f"the image {image.digest} has nothing in its layers")
         environment = spec.environment(image.config, stack, f"config of {name}")
@@ -116,7 +116,7 @@ class Importer:
         return await layer.fetch(self._blobs, count)
 
     def _convert(self, name: str, piece: _Piece, blob: BlobFile, below: list[str]) -> AsyncGenerator[Progress, None]:
-        lower = _unique(below)
+        lower = unique(below)
         if len(lower) >= MAX_LAYERS:
             raise InvalidRequest(f"{name} has more than {MAX_LAYERS} layers, which is what a sandbox takes", field="reference")
         args = ["--blob", str(blob.path), "--offset", str(blob.offset), "--size", str(blob.size), "--diff-id", piece.layer.diff_id]
@@ -133,7 +133,7 @@ class Importer:
         return self._images.make(label, "base", lower[-1:], "/", source, lambda work: program, made_from=made_from)
 
 
-def _unique(digests: list[str]) -> list[str]:
+def unique(digests: list[str]) -> list[str]:
     """A layer that is there twice counts where it is last: what it holds hides all that the first one held."""
     return [digest for position, digest in enumerate(digests) if digest not in digests[position + 1 :]]
 

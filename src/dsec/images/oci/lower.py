@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from dsec.images.tarstream import BLOCKDEV, CHAR, DIRECTORY, FIFO, REGULAR, SYMLINK, Entry
+from dsec.images.tarstream import BLOCKDEV, CHAR, DIRECTORY, FIFO, REGULAR, SYMLINK, Entry, show
 from dsec.linux import calls
 from libdsec.errors import LayerInvalid
 
@@ -24,7 +24,7 @@ _KINDS = {
     stat.S_IFCHR: CHAR,
     stat.S_IFBLK: BLOCKDEV,
 }
-_FOLLOWED = 40  # symbolic links in one path, as the kernel allows
+FOLLOWED = 40  # symbolic links in one path, as the kernel allows
 
 
 class Lower:
@@ -82,14 +82,6 @@ class Lower:
         except FileNotFoundError:
             return None
 
-    def names(self) -> list[bytes]:
-        """What is in the root directory."""
-        return sorted(os.listdir(self.root)) if self._images else []
-
-    def target(self, path: bytes) -> bytes:
-        """Where a symbolic link points."""
-        return os.readlink(os.path.join(self.root, path))
-
     def entry(self, path: bytes) -> Entry | None:
         """The file as an archive member; None when it is not there or a socket."""
         found = self.status(path)
@@ -117,37 +109,54 @@ class Lower:
         """Read a regular file that `status` or `entry` found."""
         return open(os.open(os.path.join(self.root, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
-    def walk(self, path: bytes) -> Iterator[bytes]:
-        """A directory and all below it, sorted, directories before what is in them."""
-        yield path
+    def children(self, path: bytes) -> list[bytes]:
+        """Names in a directory, sorted; none where there is no directory."""
         found = self.status(path)
-        if found is not None and stat.S_ISDIR(found.st_mode):
-            for name in sorted(os.listdir(os.path.join(self.root, path))):
-                yield from self.walk(path + b"/" + name if path else name)
+        if not self._images or (path and (found is None or not stat.S_ISDIR(found.st_mode))):
+            return []
+        return sorted(os.listdir(os.path.join(self.root, path)))
 
-    def resolve(self, path: bytes, *, last: bool = True) -> bytes:
-        """The path with every symbolic link in it followed inside the tree, as a chroot would; what is not there stays as it is written.
 
-        `last`: the last part too. LayerInvalid for a loop.
-        """
-        rest, done, followed = path.split(b"/"), b"", 0
+class Way:
+    """Where names of an archive come to lie over the layers below, and the directories that have to be written on the way there.
+
+    `has`: the layer has a file of this name itself. `covers`: the layer hides what is below at this name.
+    """
+
+    def __init__(self, lower: Lower, has: Callable[[bytes], bool], covers: Callable[[bytes], bool]) -> None:
+        self._lower, self._has, self._covers = lower, has, covers
+        self.used = False  # something depended on the layers below
+
+    def to(self, directory: bytes, given: bytes) -> tuple[bytes, list[Entry]]:
+        """A directory's real place, symbolic links below followed inside the image, and what to write first: directories as they are below,
+        or plain ones."""
+        at, made, followed = b"", list[Entry](), 0
+        rest = directory.split(b"/")
         while rest:
             part = rest.pop(0)
             if part in (b"", b"."):
                 continue
             if part == b"..":
-                done = done.rpartition(b"/")[0]
+                at = at.rpartition(b"/")[0]
                 continue
-            here = done + b"/" + part if done else part
-            found = self.status(here) if rest or last else None
-            if found is not None and stat.S_ISLNK(found.st_mode):
+            here = join(at, part)
+            if self._has(here) or any(entry.name == here for entry in made):
+                at = here  # where that is no directory, `normalize` refuses what lies below it
+                continue
+            self.used = True
+            below = None if self._covers(here) else self._lower.entry(here)
+            if below is not None and below.kind == SYMLINK:
                 followed += 1
-                if followed > _FOLLOWED:
-                    raise LayerInvalid(f"too many symbolic links in '{os.fsdecode(path)}'")
-                target = self.target(here)
-                rest = target.split(b"/") + rest
-                if target.startswith(b"/"):
-                    done = b""
-            else:
-                done = here
-        return done
+                if followed > FOLLOWED:
+                    raise LayerInvalid(f"{show(given)} lies behind too many symbolic links")
+                rest = below.link.split(b"/") + rest
+                at = b"" if below.link.startswith(b"/") else at
+                continue
+            made.append(below if below is not None and below.kind == DIRECTORY else Entry(here, DIRECTORY))
+            at = here
+        return at, made
+
+
+def join(directory: bytes, name: bytes) -> bytes:
+    """A name in a directory; the root is empty."""
+    return directory + b"/" + name if directory else name

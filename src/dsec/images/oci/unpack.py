@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
-from dsec.images.oci.lower import Lower
+from dsec.images.oci.lower import Lower, Way, join
 from dsec.images.pack import Reporter, decompressed, pack, run
-from dsec.images.tarstream import CHAR, COPY, DIRECTORY, HARDLINK, REGULAR, SYMLINK, Caps, Entry, Reader, TarReader, clean, show
+from dsec.images.tarstream import CHAR, COPY, DIRECTORY, HARDLINK, REGULAR, Caps, Entry, Reader, TarReader, clean, show
 from dsec.linux.tools import Tools
 from libdsec.errors import LayerInvalid
 
@@ -178,8 +178,14 @@ class LayerMembers:
         self._file: IO[bytes] | None = None  # the data of a member that came up from below
         self._own = False  # the member is not of the archive
         self._stream = self._members()
-        self.depends = False
+        self._way = Way(lower, lambda name: name in self._emitted or name in made.kinds, made.covers)
+        self._used = False
         self.sparse = False
+
+    @property
+    def depends(self) -> bool:
+        """Whether the layer would be another one over other layers."""
+        return self._used or self._way.used
 
     def next(self) -> Entry | None:
         """The next member, or None."""
@@ -213,8 +219,8 @@ class LayerMembers:
                 continue
             at, made = self._place(directory, given)
             yield from made
-            entry.name = _join(at, base) if name else b"."
-            entry.xattrs = {key: value for key, value in entry.xattrs.items() if not key.startswith(OVERLAY_XATTRS)}
+            entry.name = join(at, base) if name else b"."
+            entry.xattrs = without_marks(entry.xattrs)
             if entry.kind == DIRECTORY and name:
                 self._mark(entry, name)
             elif entry.kind == HARDLINK:
@@ -233,11 +239,11 @@ class LayerMembers:
         if name in self._plan.kinds or name in self._plan.implied:
             return  # the layer has it itself; a directory is marked opaque where it is written
         at, made = self._place(directory, given)
-        placed = _join(at, name.rpartition(b"/")[2])
+        placed = join(at, name.rpartition(b"/")[2])
         if placed in self._emitted:
             return
         if not self._lower:
-            self.depends = True  # nothing below: the overlay file system would show a whiteout in a lowest layer
+            self._used = True  # nothing below: the overlay file system would show a whiteout in a lowest layer
             return
         yield from made
         yield Entry(placed, CHAR, mode=0)
@@ -246,65 +252,42 @@ class LayerMembers:
         """An opaque root: the overlay file system does not know it, so everything below is hidden by name."""
         if b"" not in self._plan.opaque or not self._lower:
             return
-        self.depends = True
-        for name in self._lower.names():
+        self._used = True
+        for name in self._lower.children(b""):
             if name in self._plan.implied or self._plan.kinds.get(name) == DIRECTORY:
                 self._plan.opaque.add(name)
             elif name not in self._plan.kinds:
                 yield Entry(name, CHAR, mode=0)
 
     def _place(self, directory: bytes, given: bytes) -> tuple[bytes, list[Entry]]:
-        """Where a directory of the archive is in the layer, and the directories to write first because the archive has them not."""
-        at, made, followed = b"", list[Entry](), 0
-        rest = directory.split(b"/") if directory else []
-        while rest:
-            part = rest.pop(0)
-            if part in (b"", b"."):
-                continue
-            if part == b"..":
-                at = at.rpartition(b"/")[0]
-                continue
-            here = _join(at, part)
-            if here in self._emitted or here in self._plan.kinds or any(entry.name == here for entry in made):
-                at = here  # where that is no directory, `normalize` refuses what lies below it
-                continue
-            self.depends = True
-            below = None if self._plan.covers(here) else self._lower.entry(here)
-            if below is not None and below.kind == SYMLINK:
-                followed += 1
-                if followed > 40:
-                    raise LayerInvalid(f"tar entry {show(given)} lies behind too many symbolic links")
-                rest = below.link.split(b"/") + rest
-                at = b"" if below.link.startswith(b"/") else at
-                continue
-            entry = below if below is not None and below.kind == DIRECTORY else Entry(here, DIRECTORY)
-            entry.xattrs = {key: value for key, value in entry.xattrs.items() if not key.startswith(OVERLAY_XATTRS)}
-            self._mark(entry, here)
-            made.append(entry)
-            at = here
+        at, made = self._way.to(directory, given)
+        for entry in made:
+            entry.xattrs = without_marks(entry.xattrs)
+            self._mark(entry, entry.name)
         return at, made
 
     def _link(self, entry: Entry, given: bytes) -> Iterator[Entry]:
         """A hard link to a file that only a layer below has: the file comes up into this layer first."""
         target = clean(entry.link, f"tar entry {show(given)}: link target")
         at, made = self._place(target.rpartition(b"/")[0], given)
-        placed = _join(at, target.rpartition(b"/")[2])
+        placed = join(at, target.rpartition(b"/")[2])
         entry.link = placed
         if placed in self._emitted or self._plan.covers(placed):
             return
         below = self._lower.entry(placed)
         if below is None or below.kind == DIRECTORY:
             return  # `normalize` says what is wrong
-        self.depends = True
+        self._used = True
         yield from made
-        below.xattrs = {key: value for key, value in below.xattrs.items() if not key.startswith(OVERLAY_XATTRS)}
+        below.xattrs = without_marks(below.xattrs)
         if below.kind == REGULAR:
             self._file = self._lower.open(placed)
         yield below
 
 
-def _join(directory: bytes, name: bytes) -> bytes:
-    return directory + b"/" + name if directory else name
+def without_marks(xattrs: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Extended attributes without those that only the overlay file system may write."""
+    return {key: value for key, value in xattrs.items() if not key.startswith(OVERLAY_XATTRS)}
 
 
 def unpack(blob: Blob, lower: Lower, output: Path, mkfs: Path, caps: Caps, report: Reporter) -> dict[str, object]:

@@ -1,0 +1,1 @@
+"""Environments from a Dockerfile. docs/oci.md."""
