@@ -138,10 +138,10 @@ static void pass_all(void) {
     if (table->slots[i].pending) pass(i);
 }
 
-static void keep(unsigned index, const struct fanotify_event_metadata *m, const struct range *r) {
+static void keep(unsigned index, const struct fanotify_event_metadata *m, const struct range *r, int mine) {
   struct slot *s = &table->slots[index];
   struct stat st = {0};
-  fstat(m->fd, &st);
+  if (mine) fstat(m->fd, &st);
   *s = (struct slot){.serial = ++table->serial, .dev = st.st_dev, .ino = st.st_ino, .off = r->off, .count = r->count, .arrived_ns = now_ns(), .pid = m->pid};
   __atomic_store_n(&s->pending, 1, __ATOMIC_RELEASE);
   sent[index] = 0;
@@ -152,7 +152,7 @@ static void keep(unsigned index, const struct fanotify_event_metadata *m, const 
 
 // Everything in table->raw goes to its slot; what is there already, from before a predecessor's death, stays as it is. The number of bytes
 // that were read is not needed, and a successor would not know it: the rest is zero.
-static void sort_raw(int take_fd) {
+static void sort_raw(int mine) {
   for (char *p = table->raw; p + sizeof(struct fanotify_event_metadata) <= table->raw + sizeof table->raw;) {
     struct fanotify_event_metadata *m = (void *)p;
     char *end = p + m->event_len;
@@ -163,9 +163,9 @@ static void sort_raw(int take_fd) {
       if (((struct fanotify_event_info_header *)i)->info_type == INFO_RANGE) memcpy(&r, i, sizeof r);
     unsigned index = (unsigned)m->fd - OWN;
     if (m->fd >= OWN && index < SLOTS && !table->slots[index].pending) {
-      // a predecessor's descriptor died with it: which file it was is not known any more, so the reader has to try again
-      if (take_fd) keep(index, m, &r);
-      else (void)!write(LOADER_GROUP, &(struct fanotify_response){.fd = m->fd, .response = DENY(EIO)}, sizeof(struct fanotify_response));
+      // a predecessor's descriptor died with it, and which file it was: inode 0 stands for every file
+      if (!mine) dup3(NUL, m->fd, O_CLOEXEC);
+      keep(index, m, &r, mine);
     }
     p = end;
   }

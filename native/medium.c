@@ -12,6 +12,7 @@
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 #include "node.h"
 #include "util.h"
@@ -213,8 +214,17 @@ static uint64_t quota(const struct box *b, const char *name) {
   return v;
 }
 
+// What is written and what is reserved for data that is still only in memory.
+static int over(const struct sandbox *s, uint64_t *used) {
+  const struct box *b = s->box;
+  *used = quota(b, "referenced") + quota(b, "rsv_data");
+  return s->spec.disk_bytes && *used + quota(b, "rsv_meta_pertrans") + quota(b, "rsv_meta_prealloc") + SLACK > s->spec.disk_bytes;
+}
+
 void medium_usage(struct sandbox *s, uint64_t *used, int *full) {
   const struct box *b = s->box;
+  static uint64_t synced;
+  struct timespec now;
   if (b->volume < 0) {                 // memory medium: the overlay reports its tmpfs
     struct statfs st;
     int root = b->root < 0 ? -1 : openat(b->root, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -224,7 +234,10 @@ void medium_usage(struct sandbox *s, uint64_t *used, int *full) {
     *full = !bad && s->spec.disk_bytes && (uint64_t)st.f_bavail * (uint64_t)st.f_bsize < SLACK;
     return;
   }
-  // what is written and what is reserved for data that is still only in memory
-  *used = quota(b, "referenced") + quota(b, "rsv_data");
-  *full = s->spec.disk_bytes && *used + quota(b, "rsv_meta_pertrans") + quota(b, "rsv_meta_prealloc") + SLACK > s->spec.disk_bytes;
+  *full = over(s, used);
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  if (!*full || (uint64_t)now.tv_sec == synced) return;
+  // what was freed counts until the next commit, which may be half a minute away: it is made now, at most once a second
+  synced = (uint64_t)now.tv_sec;
+  if (!ioctl(b->volume, BTRFS_IOC_SYNC)) *full = over(s, used);
 }

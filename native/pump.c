@@ -10,6 +10,7 @@ static struct buf big(void) { return (struct buf){.data = space, .cap = SPACE}; 
 // Totals as the logs have them now; the file geometry stays what it was.
 static struct record current(const struct command *cmd) {
   struct record r = cmd->rec;
+  r.pid = (uint32_t)command_pid(cmd);
   r.magic = RECORD_MAGIC;
   r.out_total = cmd->log[0].total; r.out_dropped = r.out_total - log_kept(&cmd->log[0]);
   r.err_total = cmd->log[1].total; r.err_dropped = r.err_total - log_kept(&cmd->log[1]);

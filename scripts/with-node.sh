@@ -16,8 +16,6 @@ mkdir -p "$DSEC_STATE"
 finish() {
   status=$?
   trap - EXIT INT TERM HUP
-  # sandboxes outlive a node that was killed; only a node can end them
-  if [ ! -e "$DSEC_RUN/node.json" ] && ls "$DSEC_RUN"/*/aether.sock >/dev/null 2>&1; then dsec up --detach --quiet || status=1; fi
   dsec down --quiet || status=1
   rm -rf "$run" "$DSEC_STATE/medium.btrfs" "$DSEC_STATE/sandboxes" "$DSEC_STATE/journal.jsonl"
   exit $status

@@ -142,7 +142,7 @@ def _erofs(tools: Tools, state: Path) -> Iterator[Check]:
         new,
         WARNING,
         "layers are packed from a stream and reproducible" if new else "layers are unpacked on the way and not reproducible",
-        "" if new else "run scripts/fetch-tools.sh (erofs-utils 1.8)",
+        "" if new else "run scripts/fetch-tools.sh of a checkout (erofs-utils 1.8) and name its .tools in tools_dir or DSEC_TOOLS",
     )
     yield _probe(
         "erofs_file",

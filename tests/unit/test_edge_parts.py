@@ -170,13 +170,22 @@ def _proc(home: Path, available_kb: int = 8 << 20, stall: float = 0.0, tasks: in
 
 @pytest.mark.parametrize(
     ("host", "resource"),
-    [({"available_kb": 1 << 10}, "memory"), ({"stall": 60.0}, "memory"), ({"tasks": 990, "pid_max": 1000}, "processes")],
+    [
+        ({"available_kb": 1 << 10}, "memory"),
+        ({"stall": 60.0, "available_kb": 100 << 10}, "memory"),
+        ({"tasks": 990, "pid_max": 1000}, "processes"),
+    ],
 )
 def test_admission_looks_at_the_host(home: Path, host: dict[str, float], resource: str) -> None:
     admission = Admission(config(home, memory_reserve=1 << 20), Host(_proc(home, **host)))  # type: ignore[arg-type]
     with pytest.raises(errors.AtCapacity) as caught:
         admission.admit(0, Limits(memory_mb=16), False)
     assert caught.value.details["resource"] == resource and caught.value.retry_after
+
+
+def test_stalls_inside_sandboxes_are_no_reason_to_refuse(home: Path) -> None:
+    admission = Admission(config(home), Host(_proc(home, stall=95.0)))
+    assert not admission.admit(0, Limits(memory_mb=64, disk_mb=1), False), "there is memory"
 
 
 def test_admission_warns_below_the_limit_and_counts_a_burst(home: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from libdsec.errors import InvalidRequest
 from libdsec.wire import Limits, SandboxSpec
 
 
@@ -47,7 +48,7 @@ class DSecContainerRunArgs:
             disk=self.disk,
             max_lifetime=self.max_lifetime,
             idle_timeout=self.ttl_running_stop,
-            network_rules=dict(self.network_rules or {}),
+            network_rules=_rules(self.network_rules),
             user=self.init_user,
             workdir=self.workdir,
             env=dict(self.env or {}),
@@ -55,3 +56,9 @@ class DSecContainerRunArgs:
             name=self.name,
             hostname=self.hostname,
         )  # fmt: skip
+
+
+def _rules(given: Mapping[str, bool] | None) -> dict[str, bool]:
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidRequest("network_rules maps hosts to True (allowed) or False", field="network_rules")
+    return dict(given or {})

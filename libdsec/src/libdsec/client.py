@@ -59,10 +59,10 @@ class RawResponse:
 class DSecClient:
     """A connection to a node, for any number of calls at once. One event loop at a time.
 
-    `base_url`: else `DSEC_URL`, else the node on this machine. `api_key`: else `DSEC_API_KEY`, else the file `~/.config/dsec/key`, else,
-    for a node on this machine, `$DSEC_STATE/api.key`. `ca_file`: certificates to trust beside the system's (`DSEC_CA_FILE`). `patience`:
-    seconds for which calls that can be repeated safely wait for a node that went away. No proxy variables are used. To anything but this
-    machine the key travels only over https, unless `allow_http`.
+    `base_url`: else `DSEC_URL`, else the node on this machine (`$DSEC_RUN/node.json` says where it is). `api_key`: else `DSEC_API_KEY`,
+    else the file `~/.config/dsec/key`, else, for a node on this machine, `$DSEC_STATE/api.key`. `ca_file`: certificates to trust beside the
+    system's (`DSEC_CA_FILE`). `patience`: seconds for which calls that can be repeated safely wait for a node that went away. No proxy
+    variables are used. To anything but this machine the key travels only over https, unless `allow_http`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DSecClient:
         patience: float = PATIENCE,
         allow_http: bool = False,
     ) -> None:
-        url = base_url or os.environ.get("DSEC_URL") or DEFAULT_URL
+        url = base_url or os.environ.get("DSEC_URL") or _node_here() or DEFAULT_URL
         local = _is_local(url)
         if not local and not allow_http and url.startswith("http://"):
             raise InvalidRequest(f"{url} would carry the API key unencrypted; use https, or allow_http=True", field="base_url")
@@ -281,6 +281,16 @@ def _is_local(url: str) -> bool:
     parts = urlsplit(url)
     host = parts.hostname or ""
     return parts.scheme == "unix" or host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _node_here() -> str | None:
+    """Where the node of this machine said that it serves."""
+    try:
+        said = msgspec.json.decode((Path(os.environ.get("DSEC_RUN") or "/run/dsec") / "node.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return None
+    url = said.get("url")
+    return url if isinstance(url, str) else None
 
 
 def _key_file(local: bool) -> str | None:

@@ -1,13 +1,15 @@
 """Command streams: frames to events, and attaching again where a stream broke off.
 
 A stream ends with an `Exit` event or with an exception, never otherwise. When the connection breaks, the stream attaches to the same
-command again, at the offsets that it has reached, up to `TRIES` times without progress; the command itself is never run twice.
+command again, at the offsets that it has reached, up to `TRIES` times and for `patience` seconds without progress; the command itself is
+never run twice.
 `reattach=False` raises StreamLost at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -111,7 +113,7 @@ class CommandStream:
         self._follow = follow
         self._reattach = reattach
         self._frames: Frames | None = None
-        self._failures = 0
+        self._failures, self._broken = 0, 0.0
         self._done = False
 
     def __aiter__(self) -> AsyncIterator[Event]:
@@ -212,7 +214,10 @@ class CommandStream:
         if error.details.get("sent") is False and self._spec is not None:
             self._done = True
             raise error  # nothing ever ran
-        if not self._reattach or self._failures > TRIES:
+        now = time.monotonic()
+        if self._failures == 1:
+            self._broken = now
+        if not self._reattach or self._failures > TRIES or now - self._broken > self._api.patience:
             self._done = True
             if isinstance(error, StreamLost):
                 raise error

@@ -109,6 +109,7 @@ class App:
     async def _fail(self, request: Request, error: DSecError) -> None:
         if request.started or request.gone:
             return  # the reply breaks off, which no client can take for its end
+        log.info("refused: %s: %s", error.code, error.message, extra={"request": request.line})
         await request.reply(body_of(error, request.id), error.status if 400 <= error.status < 600 else 500, headers_of(error))
 
     async def drain(self) -> None:

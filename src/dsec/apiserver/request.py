@@ -70,6 +70,11 @@ class Request:
         self.started = False  # the reply's head was sent
         self.task: asyncio.Task[Any] | None = None
 
+    @property
+    def line(self) -> str:
+        """Method and path, for the log."""
+        return f"{self._scope['method']} {self._scope['path'][:200]}"
+
     # parameters -----------------------------------------------------------------------------------------------------------------
     def header(self, name: bytes) -> str | None:
         """A header by its lower-case name."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -36,8 +37,27 @@ def guarded(work: Coroutine[Any, Any, T]) -> T:
 
     from libdsec.errors import DSecError
 
+    async def ended_by_signals() -> T:
+        """SIGTERM and SIGHUP end the work as Ctrl-C does: what it cleans up is cleaned up."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        got: list[int] = []
+
+        def end(number: int) -> None:
+            got.append(number)
+            task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, end, number)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if got:
+                raise typer.Exit(128 + got[0]) from None
+            raise
+
     try:
-        return asyncio.run(work)
+        return asyncio.run(ended_by_signals())
     except DSecError as error:
         fail(f"{error.code}: {error.message}", status_of(error))
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from dsec.cli import common
 if TYPE_CHECKING:
     from dsec.images.service import Images
     from libdsec import DSecClient
-    from libdsec.wire import LayerInfo, Progress
+    from libdsec.wire import GcResult, LayerInfo, Progress
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Read-only layers: build, list, remove, check.")
 
@@ -66,8 +66,15 @@ def ls(as_json: Annotated[bool, common.JSON] = False) -> None:
         return
     common.show_table(
         ("name", "digest", "kind", "size", "age", "parents", "used by"),
-        ((i.name if i.current else f"({i.name})", i.digest[:19], i.kind, common.size(i.size), common.age(i.created_at), len(i.parents), len(i.used_by)) for i in infos),
+        (
+            (_shown(i), i.digest[:19], i.kind, common.size(i.size), common.age(i.created_at), len(i.parents), len(i.used_by))
+            for i in infos
+        ),
     )
+
+
+def _shown(info: LayerInfo) -> str:
+    return info.name if info.current else f"({info.name})"
 
 
 @app.command("rm")
@@ -79,6 +86,26 @@ def rm(layer: Annotated[list[str], typer.Argument(help="Names or digests.")]) ->
             print((await client.layers.remove(reference)).digest)
 
     common.call(work)
+
+
+@app.command("gc")
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    min_age: Annotated[float, typer.Option(help="Hours since the last of their names went to a newer layer.")] = 24.0,
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """Remove layers that lost their names to newer ones and that nothing needs: no environment, sandbox, lease or layer."""
+
+    async def work(client: DSecClient) -> GcResult:
+        return await client.layers.gc(dry_run=dry_run, min_age=min_age * 3600)
+
+    result = common.call(work)
+    if as_json:
+        common.show_json(result)
+        return
+    rows = ((i.digest[:19], i.name, common.size(i.size), common.age(i.created_at)) for i in result.removed)
+    common.show_table(("digest", "was", "size", "age"), rows)
+    print(f"{'would free' if dry_run else 'freed'} {common.size(result.bytes)} of {len(result.removed)} layers")
 
 
 @app.command("fsck")

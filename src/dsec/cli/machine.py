@@ -81,6 +81,10 @@ def down(
     """Stop the sandboxes and the node of this machine."""
     settings = loaded(config, {"state_dir": state, "run_dir": run}).config
     found = _ready(settings.run / "node.json")
+    if found is None and not keep and any(settings.run.glob("*/aether.sock")):
+        # sandboxes outlive a node that was killed; only a node can end them
+        up(detach=True, quiet=True, listen="127.0.0.1:0", state=state, run=run, config=config, setting=[])
+        found = _ready(settings.run / "node.json")
     if found is None:
         if not quiet:
             print("no node is running")
@@ -136,11 +140,12 @@ def config_show(
         common.show_table(("key", "value"), ((key, value) for key, value, _ in rows))
 
 
-def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="create, exec or density")]) -> None:
+def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="create, exec, density or packdiff")]) -> None:
     """Run a benchmark of a checkout: `dsec bench create --quick`."""
-    root = Path(__file__).resolve().parents[3]
+    checkouts = [Path(__file__).resolve().parents[3], Path.cwd()]
+    root = next((path for path in checkouts if (path / "bench" / "common.py").is_file()), checkouts[1])
     if not (root / "bench" / f"{name}.py").is_file():
-        common.fail(f"not_found: there is no {root / 'bench' / name}.py; benchmarks come with the repository, not with the package", 2)
+        common.fail(f"not_found: there is no {root / 'bench' / name}.py; benchmarks come with the repository: run this in a checkout", 2)
     raise typer.Exit(subprocess.run([sys.executable, "-m", f"bench.{name}", *context.args], cwd=root, check=False).returncode)
 
 
@@ -162,9 +167,6 @@ def uninstall(
         return
     if not yes and not typer.confirm(f"Remove {' and '.join(map(str, mine))} with all sandboxes and layers?"):
         raise typer.Exit(1)
-    if _ready(settings.run / "node.json") is None and any(settings.run.glob("*/aether.sock")):
-        # only a node can end the sandboxes that run on
-        up(detach=True, quiet=True, listen="127.0.0.1:0", state=state, run=run, config=config, setting=[])
     down(quiet=True, state=state, run=run, config=config)
     _remove_cgroups(settings.state / "edge.json")
     for path in mine:

@@ -1,6 +1,7 @@
 """run, exec, ps, inspect, logs, stop."""
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,8 @@ from dsec.cli import common
 if TYPE_CHECKING:
     from libdsec import DSecClient, ExecResult, Sandbox
     from libdsec.wire import CommandInfo, SandboxInfo
+
+LEFT_BEHIND = 60.0  # seconds after which the sandbox of a `run` that was killed ends
 
 Argv = Annotated[list[str] | None, typer.Argument(help="The program and its arguments, after `--`.", show_default=False)]
 Stdin = Annotated[bool, typer.Option("-i", "--interactive", help="Pass standard input on.")]
@@ -30,7 +33,7 @@ def run(
     cpus: Annotated[float | None, typer.Option(help="CPU limit, in cores.")] = None,
     disk: Annotated[int | None, typer.Option(metavar="MB", help="Limit of the writable layer.")] = None,
     pids: Annotated[int | None, typer.Option(help="Process limit.")] = None,
-    idle: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="Stop when idle for so long.  [default: never]")] = None,
+    idle: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="Stop when idle for so long.")] = None,
     max_lifetime: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop so long after creation.  [default: never]")] = None,
     user: Annotated[str | None, typer.Option("-u", "--user", help="name, uid, or either with :group.  [default: the image's]")] = None,
     workdir: Annotated[str | None, typer.Option("-w", "--workdir")] = None,
@@ -45,6 +48,8 @@ def run(
     )  # fmt: skip
     if not detach and not argv:
         common.fail("invalid_request: no command; give one after `--`, or --detach", 2)
+    if not detach and not keep and idle is None:
+        args = dataclasses.replace(args, ttl_running_stop=LEFT_BEHIND)  # should this process be killed
 
     async def work(client: DSecClient) -> int:
         box = await client.run_container(args)

@@ -54,7 +54,7 @@ class EdgeConfig:
     open_files: int = _SANDBOX.open_files
     output_bytes: int = _SANDBOX.output_bytes
     log_budget: int = _SANDBOX.log_budget_mb * MIB
-    shm_bytes: int = 64 * MIB
+    shm_bytes: int = 64 * MIB  # of /dev/shm at least; else half of the memory limit, which it counts against
     max_lifetime: float | None = None
     idle_timeout: float | None = None
 

@@ -193,7 +193,7 @@ class Core:
             try:
                 await self.take_over(sandbox, _RECONNECT)
                 self.counters.reconnects.inc()
-                log.warning("sandbox %s: its connection broke (%s) and is back", sandbox.id, why)
+                log.warning("its connection broke (%s) and is back", why, extra={"sandbox_id": sandbox.id})
                 return
             except WireVersion as refused:
                 sandbox.refused = refused
@@ -241,7 +241,7 @@ class Core:
         try:
             self.journal.write(lines.Ended(v=lines.VERSION, id=sandbox.id, at=at, cause=cause, detail=detail, kept=sandbox.kept))
         except DSecError as error:
-            log.error("sandbox %s ended, but %s", sandbox.id, error)
+            log.error("it ended, but %s", error, extra={"sandbox_id": sandbox.id})
         self.images.unpin(sandbox.id)
         self.table.end(sandbox)
         self.counters.ended[cause].inc()
@@ -250,15 +250,15 @@ class Core:
             sandbox.ready.exception()
         if not sandbox.ended.done():
             sandbox.ended.set_result(None)
-        if cause not in (Cause.STOPPED, Cause.EXPIRED):
-            log.warning("sandbox %s ended: %s: %s", sandbox.id, cause.value, detail)
+        level = logging.INFO if cause in (Cause.STOPPED, Cause.EXPIRED) else logging.WARNING
+        log.log(level, "ended: %s", cause.value, extra={"sandbox_id": sandbox.id, "detail": detail})
 
     def remove_records(self, sandbox: Sandbox) -> None:
         """Delete its directory under STATE."""
         try:
             records.remove(sandbox.state_dir)
         except OSError as error:
-            log.error("sandbox %s: %s cannot be removed: %s", sandbox.id, sandbox.state_dir, error.strerror)
+            log.error("%s cannot be removed: %s", sandbox.state_dir, error.strerror, extra={"sandbox_id": sandbox.id})
 
 
 def _cause(text: str) -> Cause:

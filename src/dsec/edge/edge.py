@@ -230,7 +230,7 @@ class Edge(Recovery, Packing, Files):
             self.journal.write(lines.Ready(v=lines.VERSION, id=sandbox.id, pid=started.pid, init=started.init_pid))
         except Exception as error:
             if not isinstance(error, DSecError | ConnectionLost):
-                log.exception("sandbox %s: creation failed (request %s)", sandbox.id, request_id)
+                log.exception("creation failed", extra={"sandbox_id": sandbox.id, "request_id": request_id})
             failed = error if isinstance(error, DSecError) else Unavailable(f"sandbox {sandbox.id}: {error}", sandbox=sandbox.id)
             unclear = not isinstance(error, DSecError) or error.details.get("resource") in ("launcher", "journal")
             await self._undo(sandbox, failed, clean=not unclear)
@@ -239,6 +239,7 @@ class Edge(Recovery, Packing, Files):
             return  # it came up and ended before we looked
         sandbox.state = State.RUNNING
         self.counters.created.inc()
+        log.info("created", extra={"sandbox_id": sandbox.id, "request_id": request_id, "image": sandbox.image})
         if sandbox.stopping is not None:
             await self._end(sandbox, sandbox.stopping)  # the creator learns it from that
         elif not sandbox.ready.done():
@@ -264,7 +265,7 @@ class Edge(Recovery, Packing, Files):
             pids=limits.pids or 0,
             cpu_milli=max(10, round((limits.cpu_cores or 0) * 1000)),
             open_files=limits.open_files or 0,
-            shm_bytes=config.shm_bytes,
+            shm_bytes=max(config.shm_bytes, (limits.memory_mb or 0) * MIB // 2),
             log_head=output,
             log_tail=output,
             log_budget=max(config.log_budget, 4 * output),

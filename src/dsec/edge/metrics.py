@@ -50,6 +50,7 @@ class Metrics:
                 ("evicted_bytes", "Bytes of layers that made room"),
             )
         }
+        self.filler_restarts = Counter("dsec_remote_filler_restarts", "Filler processes that died", registry=registry)
         self._remote_cache = Gauge("dsec_remote_cache_bytes", "Disk that data of pulled layers takes", registry=registry)
         self._remote_seen = dict.fromkeys(self._remote, 0)
         self.refused_names: dict[str, Counter] = {}

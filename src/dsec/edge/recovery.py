@@ -112,7 +112,7 @@ class Recovery(Core):
                     continue
                 self._drop_directory(sandbox_id)
                 self.counters.orphans.inc()
-                log.warning("removed %s: no journal knew of it", sandbox_id)
+                log.warning("removed: no journal knew of it", extra={"sandbox_id": sandbox_id})
 
     def _drop_directory(self, sandbox_id: str) -> None:
         try:
@@ -183,7 +183,7 @@ class Recovery(Core):
             sandbox.pinged = False
 
     def _end_hung(self, sandbox: Sandbox, why: str, cause: Cause) -> None:
-        log.warning("sandbox %s: %s", sandbox.id, why)
+        log.warning("%s", why, extra={"sandbox_id": sandbox.id})
         sandbox.recovering = asyncio.get_running_loop().create_future()
         control, sandbox.control = sandbox.control, None
         if control is not None:
