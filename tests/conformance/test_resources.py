@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -130,3 +131,17 @@ async def test_neighbour_of_a_full_disk_feels_nothing(make_box: MakeBox, box: Sa
     full = await make_box(disk_mb=64)
     await full.run_shell("dd if=/dev/zero of=/fill bs=1M", timeout=60)
     assert (await box.run_shell("dd if=/dev/zero of=/mine bs=1M count=100 2>/dev/null; echo $?", timeout=60)).stdout == b"0\n"
+
+
+async def test_an_upload_that_does_not_fit_leaves_the_disk_free(make_box: MakeBox) -> None:
+    box = await make_box(disk_mb=64)
+
+    async def much() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield bytes(1 << 20)
+
+    with pytest.raises(errors.NoSpace):
+        await box.files.write_stream("/big", much())
+    for _ in range(3):
+        result = await box.run_shell("sleep 0.2; echo done", stop_at=["disk"])
+        assert (result.ending, result.stdout, result.limits_hit) == ("exited", b"done\n", [])

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.harness import ROOT, Node
+from tests.harness import ROOT, Node, seed_layers
 
 Dsec = Callable[..., "subprocess.CompletedProcess[str]"]
 PROGRAM = str(Path(sys.executable).with_name("dsec"))
@@ -161,6 +162,51 @@ def test_background_kill_interrupt_and_a_reader_that_leaves(dsec: Dsec, node: No
         dsec("stop", box)
     gone = json.loads(dsec("inspect", box[:12]).stdout)
     assert gone["sandbox"]["cause"] == "stopped", "an ended sandbox is found by the beginning of its id too"
+
+
+def test_a_run_that_is_ended_takes_its_sandbox_along(dsec: Dsec, node: Node, busybox_image: str) -> None:
+    environment = {**os.environ, "DSEC_URL": node.url, "DSEC_API_KEY": node.key}
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        running = subprocess.Popen([PROGRAM, "run", busybox_image, "--", "sleep", "1000"], env=environment, stderr=subprocess.DEVNULL)
+        while not json.loads(dsec("ps", "--json").stdout):
+            time.sleep(0.05)
+        running.send_signal(number)
+        assert running.wait(20) == 128 + number
+        assert json.loads(dsec("ps", "--json").stdout) == []
+    running = subprocess.Popen([PROGRAM, "run", busybox_image, "--", "sleep", "1000"], env=environment)
+    while not (found := json.loads(dsec("ps", "--json").stdout)):
+        time.sleep(0.05)
+    running.kill()
+    running.wait()
+    assert found[0]["idle_timeout"] == 60, "what nobody could stop ends by itself"
+    dsec("stop", found[0]["id"])
+
+
+def test_down_ends_what_a_killed_node_left(tmp_path: Path) -> None:
+    state, run = tmp_path / "state", tmp_path / "run"
+    environment = {**os.environ, "DSEC_STATE": str(state), "DSEC_RUN": str(run), "DSEC_LISTEN": "127.0.0.1:0", "DSEC_NODE_MEDIUM_SIZE_MB": "512"}
+    for name in ("DSEC_URL", "DSEC_API_KEY"):
+        environment.pop(name, None)
+
+    def call(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([PROGRAM, *args], env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    seed_layers(state)
+    assert call("up", "--detach").returncode == 0
+    assert json.loads(call("ps", "--json").stdout) == [], "the client finds the node by its run directory"
+    box = call("run", "--detach", "busybox").stdout.strip()
+    pid = json.loads((run / "node.json").read_text())["pid"]
+    os.kill(pid, signal.SIGKILL)
+    while Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text():
+        time.sleep(0.02)
+    assert (run / box / "aether.sock").exists()
+    down = call("down")
+    assert down.returncode == 0 and "stopped 1 sandboxes" in down.stdout, down.stdout + down.stderr
+    assert not (run / box).exists()
+    lines = [json.loads(line) for line in (state / "log" / "node.jsonl").read_text().splitlines()]
+    told = [line["message"] for line in lines if line.get("sandbox_id") == box]
+    assert told[0] == "created" and told[-1] == "ended: stopped"
+    assert call("uninstall", "--yes").returncode == 0
 
 
 def test_completion_knows_the_live_sandboxes(dsec: Dsec, busybox_image: str) -> None:
