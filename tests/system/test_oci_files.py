@@ -72,7 +72,7 @@ def look(tmp_path: Path, *images: Path, at: Path | None = None) -> dict[str, dic
 
 
 def seen(images: Images, environment: dict[str, Any], tmp_path: Path) -> dict[str, dict[str, Any]]:
-    return look(tmp_path, *(images.layer_path(digest) for digest in environment["layers"]))
+    return look(tmp_path, *(images.layer(digest).path for digest in environment["layers"]))
 
 
 def write_layout(at: Path, image: Image, name: str = "app") -> None:
@@ -280,7 +280,7 @@ async def test_empty_and_repeated_layers(images: Images, tmp_path: Path) -> None
     empty, a, b = tar_of(member(".", b"5")), tar_of(("a", b"a")), tar_of(("a", b"b"))
     made = await import_layers(images, tmp_path, empty, a, empty, b, a, empty)
     assert len(made["layers"]) == 2
-    assert seen(images, made, tmp_path)["a"]["size"] == 1 and (images.layer_path(made["layers"][1])) == images.layer_path((await images.get(made["layers"][1])).digest)
+    assert seen(images, made, tmp_path)["a"]["size"] == 1 and made["layers"][0] != made["layers"][1]
     one = await import_layers(images, tmp_path, a)
     assert made["layers"][1] == one["layers"][0]
     with pytest.raises(LayerInvalid, match="nothing in its layers"):

@@ -484,10 +484,6 @@ class Images:
         self._refresh()
         return self._resolved(None, [digest]).layers[0]
 
-    def layer_path(self, digest: str) -> Path:
-        """The image file of a layer that is known and not damaged."""
-        return self.layer(digest).path
-
     async def get_environment(self, name: str) -> EnvironmentInfo:
         """One environment; LayerNotFound when there is none."""
         found = self._catalog.environment(*split_reference(name))

@@ -24,7 +24,7 @@ from dsec.images.dockerfile.parse import DOCKERFILE_MAX, Dockerfile, Instruction
 from dsec.images.dockerfile.tree import Context, match, resolve
 from dsec.images.dockerfile.words import BadWord, expand, split
 from dsec.images.model import MAX_LAYERS, split_reference
-from dsec.images.oci.importer import unique
+from dsec.images.oci.importer import files_of, unique
 from libdsec.errors import BuildFailed, DSecError, InvalidRequest, LayerNotFound
 from libdsec.wire import EnvironmentSpec, Progress
 
@@ -94,10 +94,19 @@ class Builder:
         self._stages: dict[str, State] = {}
         self._globals: dict[str, str] = {}
         self._escape = "\\"
+        self._holder = f"build-{context.parent.name}"
         self.steps_run = 0
 
     async def run(self, name: str, dockerfile: str, target: str | None) -> AsyncGenerator[Progress, None]:
         """Build; the last line's `result` is the EnvironmentInfo. InvalidRequest and BuildFailed name the line."""
+        try:
+            async with contextlib.aclosing(self._build(name, dockerfile, target)) as lines:
+                async for line in lines:
+                    yield line
+        finally:
+            self._images.unpin(self._holder)
+
+    async def _build(self, name: str, dockerfile: str, target: str | None) -> AsyncGenerator[Progress, None]:
         split_reference(name)
         data = self._context.read(resolve(self._context, os.fsencode(dockerfile)), DOCKERFILE_MAX)
         if data is None:
@@ -230,7 +239,7 @@ class Builder:
         state.workdir = posixpath.normpath(posixpath.join(state.workdir, path)).replace("//", "/")
         if state.workdir == "/":
             return
-        async with contextlib.aclosing(self._files(state, instruction, Request(state.workdir), [])) as lines:
+        async with contextlib.aclosing(self._files(state, instruction, Request(state.workdir), [], [])) as lines:
             async for line in lines:
                 yield line
 
@@ -257,6 +266,7 @@ class Builder:
             archives=instruction.kind == "COPY",
         )
         origin = instruction.flags.get("from")
+        layers: list[str] = []
         if origin is None:
             request.context = str(self._path)
             inputs = []
@@ -268,9 +278,8 @@ class Builder:
                     inputs += [path.hex(), *self._context.fingerprint(resolve(self._context, path))]
         else:
             layers = await self._origin(instruction, origin)
-            request.stage = [str(self._images.layer_path(digest)) for digest in layers]
             inputs = layers
-        async with contextlib.aclosing(self._files(state, instruction, request, inputs)) as lines:
+        async with contextlib.aclosing(self._files(state, instruction, request, inputs, layers)) as lines:
             async for line in lines:
                 yield line
 
@@ -288,8 +297,10 @@ class Builder:
             raise refuse(instruction, f"the stage {name!r} has no files")
         return list(layers)
 
-    async def _files(self, state: State, instruction: Instruction, request: Request, inputs: list[str]) -> AsyncGenerator[Progress, None]:
-        """Write the layer of a COPY, ADD or WORKDIR, or take the one that was written before."""
+    async def _files(
+        self, state: State, instruction: Instruction, request: Request, inputs: list[str], stage: list[str]
+    ) -> AsyncGenerator[Progress, None]:
+        """Write the layer of a COPY, ADD or WORKDIR, or take the one that was written before. `stage`: layers to copy from."""
         asked = msgspec.to_builtins(msgspec.structs.replace(request, context=None, stage=[]))
         key = _key(instruction.kind, state.layers, asked, inputs)
         digest = self._images.made_from(key)
@@ -297,9 +308,11 @@ class Builder:
             yield Progress(message="  as before")
             self._add(state, instruction, digest)
             return
+        self._images.pin({*state.layers, *stage}, self._holder)
+        request.stage = files_of(self._images, stage)
         args = ["--request", msgspec.json.encode(request).decode()]
-        for layer in state.layers:
-            args += ["--lower", str(self._images.layer_path(layer))]
+        for layer in files_of(self._images, state.layers):
+            args += ["--lower", msgspec.json.encode(layer).decode()]
         program = Program("dsec.images.dockerfile.files", args)
         name = f"build/{key.rpartition(':')[2][:16]}"
         try:

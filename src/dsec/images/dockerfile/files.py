@@ -15,7 +15,7 @@ from typing import IO
 import msgspec
 
 from dsec.images.dockerfile.tree import Context, Tree, match, resolve, walk
-from dsec.images.oci.lower import Lower, Way, join
+from dsec.images.oci.lower import LayerFiles, Lower, Way, join, layer_files
 from dsec.images.oci.unpack import without_marks
 from dsec.images.pack import Reporter, pack, run
 from dsec.images.tarstream import COPY, DIRECTORY, REGULAR, SYMLINK, Caps, Entry, show
@@ -31,7 +31,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     sources: list[str] = []
     into: bool = False
     context: str | None = None
-    stage: list[str] = []
+    stage: list[LayerFiles] = []
     chown: str | None = None
     chmod: int | None = None
     archives: bool = True  # False: an archive among the sources is refused
@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument("--max-bytes", type=int, required=True)
     parser.add_argument("--max-entries", type=int, required=True)
     parser.add_argument("--request", required=True)
-    parser.add_argument("--lower", action="append", default=[], help="an image below, base first")
+    parser.add_argument("--lower", action="append", default=[], help="a layer below as JSON, base first")
     options = parser.parse_args()
     request = msgspec.json.decode(options.request, type=Request)
     work, caps = options.output.parent, Caps(options.max_bytes, options.max_entries)
@@ -213,7 +213,7 @@ def main() -> int:
             source = Lower(request.stage, work / "stage")
         elif request.context is not None:
             source = Context(Path(request.context))
-        members = Copied(Copy(request, Lower(options.lower, work / "lower"), source).members())
+        members = Copied(Copy(request, Lower([layer_files(text) for text in options.lower], work / "lower"), source).members())
         return pack(members, options.output, options.mkfs, prefix="/", caps=caps, report=report, devices=True)
 
     return run(write, options.output)

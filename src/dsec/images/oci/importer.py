@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import posixpath
 import shutil
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dsec.images.build import Program
+from dsec.images.dockerfile.files import Request
 from dsec.images.model import MAX_LAYERS, NAME, split_reference
 from dsec.images.oci import spec
+from dsec.images.oci.lower import LayerFiles
 from dsec.images.oci.source import BlobFile, Image, Layer, Source
 from dsec.images.pack import FREE_FLOOR
+from dsec.images.remote.service import is_complete
 from libdsec.errors import InvalidRequest, LayerInvalid, NoSpace
 from libdsec.wire import Progress
 
@@ -45,6 +49,7 @@ class Importer:
         self._images, self._work = images, work
         self._blobs = work / "blobs"
         self._brought = 0
+        self._holder = f"import-{work.name}"
 
     async def run(self, source: Source, platform: str, name: str | None, fallback: str) -> AsyncGenerator[Progress, None]:
         """Import; the last line's `result` is the EnvironmentInfo. `name`: of the environment; else the image's own, else `fallback`."""
@@ -60,15 +65,43 @@ class Importer:
         if not pieces:
             raise LayerInvalid(f"the image {image.digest} has no layers")
         digests: list[str] = []
-        async with contextlib.aclosing(self._layers(name, image, pieces, digests)) as lines:
-            async for line in lines:
-                yield line
-        stack = unique(digests)
-        if not stack:
-            raise LayerInvalid(f"the image {image.digest} has nothing in its layers")
-        environment = spec.environment(image.config, stack, f"config of {name}")
+        environment = spec.environment(image.config, [], f"config of {name}")
+        try:
+            async with contextlib.aclosing(self._layers(name, image, pieces, digests)) as lines:
+                async for line in lines:
+                    yield line
+            if not digests:
+                raise LayerInvalid(f"the image {image.digest} has nothing in its layers")
+            environment.layers = await self._with_directory(name, unique(digests), environment.workdir)
+        finally:
+            self._images.unpin(self._holder)
         info = await self._images.put_environment(name, environment)
-        yield Progress(message=f"{info.name}: {len(stack)} layers", fraction=1.0, result=msgspec.to_builtins(info))
+        yield Progress(message=f"{info.name}: {len(info.layers)} layers", fraction=1.0, result=msgspec.to_builtins(info))
+
+    async def _with_directory(self, name: str, stack: list[str], workdir: str) -> list[str]:
+        """The layers, with one more on top where the working directory is in none of them: the image's own runtime would make it."""
+        if posixpath.normpath(workdir) in ("/", "//"):
+            return stack
+        key = f"{FORM}:directory:{spec.digest_of(' '.join([*stack, workdir]).encode())}"
+        digest = self._images.made_from(key)
+        if digest is None:
+            args = ["--request", msgspec.json.encode(Request(workdir)).decode(), *self._below(stack)]
+            program = Program("dsec.images.dockerfile.files", args)
+            label = f"oci/{key.rpartition(':')[2][:16]}"
+            made = self._images.make(
+                label, "base", stack[-1:], "/", f"oci {name} working directory", lambda work: program, made_from=lambda result: key
+            )
+            async for line in made:
+                digest = line.result.get("digest") if line.result is not None else digest
+            if digest is None:
+                digest = stack[-1]  # it is there: once more the layer that is on top
+                self._images.remember(key, digest)
+        return unique([*stack, digest])
+
+    def _below(self, stack: list[str]) -> list[str]:
+        """Arguments that name the layers below, which stay as they are while a process looks at them."""
+        self._images.pin(stack, self._holder)
+        return [word for layer in files_of(self._images, stack) for word in ("--lower", msgspec.json.encode(layer).decode())]
 
     async def _layers(self, name: str, image: Image, pieces: list[_Piece], digests: list[str]) -> AsyncGenerator[Progress, None]:
         """Convert the layers in order, appending to `digests`."""
@@ -121,8 +154,7 @@ class Importer:
             raise InvalidRequest(f"{name} has more than {MAX_LAYERS} layers, which is what a sandbox takes", field="reference")
         args = ["--blob", str(blob.path), "--offset", str(blob.offset), "--size", str(blob.size), "--diff-id", piece.layer.diff_id]
         args += ["--digest", blob.digest] if blob.digest is not None else []
-        for digest in lower:
-            args += ["--lower", str(self._images.layer_path(digest))]
+        args += self._below(lower)
 
         def made_from(result: dict[str, Any]) -> str:
             return piece.stacked if result["depends"] else piece.alone
@@ -131,6 +163,12 @@ class Importer:
         source = f"oci {name} {piece.layer.diff_id}"
         program = Program("dsec.images.oci.unpack", args)
         return self._images.make(label, "base", lower[-1:], "/", source, lambda work: program, made_from=made_from)
+
+
+def files_of(images: Images, digests: list[str]) -> list[LayerFiles]:
+    """What a process that looks at these layers is told. They are pinned, so that no data goes meanwhile."""
+    layers = [images.layer(digest) for digest in digests]
+    return [LayerFiles(str(layer.path), str(layer.data) if layer.data is not None else None, is_complete(layer)) for layer in layers]
 
 
 def unique(digests: list[str]) -> list[str]:

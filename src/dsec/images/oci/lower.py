@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from dsec.images.tarstream import BLOCKDEV, CHAR, DIRECTORY, FIFO, REGULAR, SYMLINK, Entry, show
 from dsec.linux import calls
-from libdsec.errors import LayerInvalid
+from libdsec.errors import BuildFailed, LayerInvalid
 
 _KINDS = {
     stat.S_IFREG: REGULAR,
@@ -27,10 +29,23 @@ _KINDS = {
 FOLLOWED = 40  # symbolic links in one path, as the kernel allows
 
 
+class LayerFiles(msgspec.Struct, forbid_unknown_fields=True):
+    """A layer's image file, and the file of its data where that is apart. `whole`: all of the data is there."""
+
+    path: str
+    data: str | None = None
+    whole: bool = True
+
+
+def layer_files(text: str) -> LayerFiles:
+    """From a process's argument."""
+    return msgspec.json.decode(text, type=LayerFiles)
+
+
 class Lower:
     """The tree of `images`, base first. `at`: an empty directory for the mounts, which go with this process."""
 
-    def __init__(self, images: Sequence[str], at: Path) -> None:
+    def __init__(self, images: Sequence[LayerFiles], at: Path) -> None:
         self._images, self._at = images, at
         self._root: bytes | None = None
         self._directories: dict[bytes, bool] = {}
@@ -50,7 +65,12 @@ class Lower:
         self._at.mkdir(mode=0o700)
         for number, image in enumerate(self._images):
             (self._at / str(number)).mkdir()
-            calls.mount(image, str(self._at / str(number)), "erofs", calls.MS_RDONLY | calls.MS_NODEV | calls.MS_NOSUID)
+            device = None
+            if image.data is not None:  # by a short name: a comma in a path would end the option
+                device = self._at / f"{number}.data"
+                device.symlink_to(image.data)
+            flags = calls.MS_RDONLY | calls.MS_NODEV | calls.MS_NOSUID
+            calls.mount(image.path, str(self._at / str(number)), "erofs", flags, f"device={device}" if device is not None else None)
         if len(self._images) == 1:
             return self._at / "0"
         whole = self._at / "all"
@@ -106,7 +126,10 @@ class Lower:
         )
 
     def open(self, path: bytes) -> IO[bytes]:
-        """Read a regular file that `status` or `entry` found."""
+        """Read a regular file that `status` or `entry` found. BuildFailed when its data may not be on this node: nobody would fetch it."""
+        missing = [image.path for image in self._images if not image.whole]
+        if missing:
+            raise BuildFailed(f"'{os.fsdecode(path)}' is needed and {missing[0]} is only in part on this node: pull the layer whole")
         return open(os.open(os.path.join(self.root, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
     def children(self, path: bytes) -> list[bytes]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
-from dsec.images.oci.lower import Lower, Way, join
+from dsec.images.oci.lower import Lower, Way, join, layer_files
 from dsec.images.pack import Reporter, decompressed, pack, run
 from dsec.images.tarstream import CHAR, COPY, DIRECTORY, HARDLINK, REGULAR, Caps, Entry, Reader, TarReader, clean, show
 from dsec.linux.tools import Tools
@@ -332,10 +332,10 @@ def main() -> int:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--digest")
     parser.add_argument("--diff-id", required=True)
-    parser.add_argument("--lower", action="append", default=[], help="an image below, base first")
+    parser.add_argument("--lower", action="append", default=[], help="a layer below as JSON, base first")
     options = parser.parse_args()
     blob = Blob(options.blob, options.offset, options.size, options.digest, options.diff_id)
-    lower = Lower(options.lower, options.output.parent / "lower")
+    lower = Lower([layer_files(text) for text in options.lower], options.output.parent / "lower")
     caps = Caps(options.max_bytes, options.max_entries)
     return run(lambda report: unpack(blob, lower, options.output, options.mkfs, caps, report), options.output)
 
