@@ -71,6 +71,19 @@ async def test_a_restored_sandbox_is_the_same(node: Node, client: DSecClient) ->
     await again.pack_diff("diffs/same", tag="two")
     third = await client.run_container(args("diffs/same:two"))
     assert await listing(third) == second
+    # deletions, a replaced directory and links survive when the diffs become one
+    await third.run_shell("rm -r /usr/lib/tmpfiles.d; rm /opt/new -r; mkdir /srv/a; echo 9 > /srv/a/nine; ln /srv/a/nine /srv/a/ten; rm /etc/profile /srv/hard")
+    last = await listing(third)
+    await third.pack_diff("diffs/same", tag="three")
+    before_squash = await client.environments.get("diffs/same:three")
+    squashed = await client.environments.squash("diffs/same:three", "diffs/flat")
+    assert len(before_squash.layers) == 4 and len(squashed.layers) == 2 and squashed.layers[0] == before_squash.layers[0]
+    flat = await client.run_container(args("diffs/flat"))
+    assert (await listing(flat)).split(b"\n") == last.split(b"\n")
+    assert (await client.layers.get(squashed.layers[1])).size < 5 << 20, "holes are not stored"
+    with pytest.raises(errors.InvalidRequest, match="two or more"):
+        await client.environments.squash("diffs/flat")
+    await flat.stop()
     for each in (box, again, third):
         await each.stop()
 

@@ -14,7 +14,18 @@ from libdsec.api import SEND_MSGPACK, encode, path, query
 from libdsec.errors import BuildFailed, ConnectionFailed, StreamLost, from_body
 from libdsec.http import Response
 from libdsec.sources import Source, as_stream
-from libdsec.wire import EnvironmentInfo, EnvironmentSpec, GcRequest, GcResult, ImagePull, LayerInfo, LayerLease, LayerRequest, Progress
+from libdsec.wire import (
+    EnvironmentInfo,
+    EnvironmentSpec,
+    GcRequest,
+    GcResult,
+    ImagePull,
+    LayerInfo,
+    LayerLease,
+    LayerRequest,
+    Progress,
+    SquashRequest,
+)
 
 if TYPE_CHECKING:
     from libdsec.api import Api
@@ -223,6 +234,11 @@ class Environments:
         """Bind `name[:tag]` to layers, base first, in the place of what it was bound to. Names of layers become digests now."""
         body = EnvironmentSpec(layers=list(layers), env=dict(env or {}), user=user, workdir=workdir)
         return await self._api.call("PUT", path("environments", name), EnvironmentInfo, body=body, safe=True)
+
+    async def squash(self, name: str, target: str | None = None) -> EnvironmentInfo:
+        """Make one layer of the diffs on top of an environment; `target`: bind this name to the result instead."""
+        body = SquashRequest(target=target)
+        return await self._api.call("POST", f"{path('environments', name)}/squash", EnvironmentInfo, body=body, timeout=3600.0)
 
     async def remove(self, name: str) -> None:
         """Forget the name. Layers and sandboxes stay."""

@@ -503,6 +503,10 @@ class SyncEnvironments(_Wrapper):
         """Bind `name[:tag]` to layers, base first, in the place of what it was bound to. Names of layers become digests now."""
         return self._portal.run(self._inner.create(name, layers, env=env, user=user, workdir=workdir))
 
+    def squash(self, name: str, target: str | None = None) -> EnvironmentInfo:
+        """Make one layer of the diffs on top of an environment; `target`: bind this name to the result instead."""
+        return self._portal.run(self._inner.squash(name, target))
+
     def remove(self, name: str) -> None:
         """Forget the name. Layers and sandboxes stay."""
         self._portal.run(self._inner.remove(name))

@@ -339,6 +339,12 @@ class LayerLease(Model):
     seconds: float
 
 
+class SquashRequest(Model):
+    """Make one layer of the diffs on top of an environment. `target`: `name[:tag]` to bind to the result; absent: the same."""
+
+    target: str | None = None
+
+
 class GcRequest(Model):
     """Remove layers that lost their names to newer ones and that nothing needs."""
 

@@ -7,7 +7,7 @@ from dsec.apiserver.builds import EdgeRunner
 from dsec.apiserver.request import Request
 from dsec.apiserver.streams import send_progress
 from libdsec.errors import InvalidRequest
-from libdsec.wire import EnvironmentSpec, GcRequest, ImagePull, LayerLease, LayerRequest
+from libdsec.wire import EnvironmentSpec, GcRequest, ImagePull, LayerLease, LayerRequest, SquashRequest
 
 
 async def list_all(parts: Parts, request: Request) -> None:
@@ -92,6 +92,11 @@ async def get_environment(parts: Parts, request: Request) -> None:
 async def put_environment(parts: Parts, request: Request) -> None:
     spec: EnvironmentSpec = request.body
     await request.reply(await parts.images.put_environment(request.path["name"], spec))
+
+
+async def squash(parts: Parts, request: Request) -> None:
+    wanted: SquashRequest = request.body
+    await request.reply(await parts.images.squash(request.path["name"], wanted.target))
 
 
 async def remove_environment(parts: Parts, request: Request) -> None:

@@ -31,6 +31,7 @@ from libdsec.wire import (
     SessionInfo,
     SessionSpec,
     SignalRequest,
+    SquashRequest,
     UnpackResult,
     Usage,
     VersionInfo,
@@ -142,6 +143,8 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/environments", layers.list_environments, "All environments", reply=list[EnvironmentInfo]),
     Route("GET", "/v1/environments/{name}", layers.get_environment, "One environment, by `name[:tag]`", reply=EnvironmentInfo),
     Route("PUT", "/v1/environments/{name}", layers.put_environment, "Bind a name to layers, ENV, USER and WORKDIR", body=EnvironmentSpec,
+          reply=EnvironmentInfo),
+    Route("POST", "/v1/environments/{name}/squash", layers.squash, "Make one layer of the diffs on top of it", body=SquashRequest,
           reply=EnvironmentInfo),
     Route("DELETE", "/v1/environments/{name}", layers.remove_environment, "Forget a name"),
     # the node

@@ -1,4 +1,4 @@
-"""env create, ls, rm."""
+"""env create, ls, squash, rm."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
@@ -50,6 +50,20 @@ def ls(as_json: Annotated[bool, common.JSON] = False) -> None:
             ("name", "digest", "layers", "user", "workdir", "age"),
             ((i.name, i.digest[:19], len(i.layers), i.user, i.workdir, common.age(i.created_at)) for i in infos),
         )
+
+
+@app.command("squash")
+def squash(
+    name: Annotated[str, typer.Argument(help="NAME or NAME:TAG.")],
+    target: Annotated[str | None, typer.Option("--as", metavar="NAME[:TAG]", help="Bind this name to the result instead.")] = None,
+) -> None:
+    """Make one layer of the diffs on top of an environment."""
+
+    async def work(client: DSecClient) -> EnvironmentInfo:
+        return await client.environments.squash(name, target)
+
+    info = common.call(work)
+    print(f"{info.digest}  {info.name}  {len(info.layers)} layers")
 
 
 @app.command("rm")

@@ -11,7 +11,7 @@ import msgspec
 from dsec.images.build import Program
 from dsec.images.model import DiffOrigin, split_reference
 from libdsec.errors import DSecError, InvalidRequest
-from libdsec.wire import EnvironmentSpec, LayerInfo, PackReport, PackRequest, PackResult
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, PackReport, PackRequest, PackResult
 
 if TYPE_CHECKING:
     from dsec.images.service import Images
@@ -60,6 +60,30 @@ async def pack(images: Images, origin: DiffOrigin, request: PackRequest) -> Pack
     template = await _template(images, origin)
     spec = msgspec.structs.replace(template, layers=[*origin.layers, layer.digest], user=origin.user, workdir=origin.workdir)
     return PackResult(layer=layer, environment=await images.put_environment(f"{request.name}:{request.tag}", spec), report=report)
+
+
+async def squash(images: Images, name: str, target: str | None) -> EnvironmentInfo:
+    """Make one layer of the diffs on top of an environment, and bind `target` (else the same name) to what is below with it on top."""
+    found = await images.get_environment(name)
+    resolved = await images.resolve(found.name, None)
+    kinds = [(await images.get(layer.digest)).kind for layer in resolved.layers]
+    below = len(kinds)
+    while below and kinds[below - 1] == "diff":
+        below -= 1
+    if len(kinds) - below < 2:
+        has = f"environment {found.name} has {len(kinds) - below} diffs on top"
+        raise InvalidRequest(f"{has}; two or more can be squashed", environment=found.name)
+    top = resolved.layers[below:]
+    if any(layer.data is not None for layer in top):
+        raise InvalidRequest(f"a diff of environment {found.name} is in a store: pull it whole first", environment=found.name)
+    program = Program("dsec.images.squash", [word for layer in top for word in ("--image", str(layer.path))])
+    base, _ = split_reference(target or found.name)
+    made: dict[str, Any] = {}
+    async for line in images.make(base, "diff", list(found.layers[:below]), "/", f"squash of {len(top)} diffs", lambda work: program):
+        made = line.result or made
+    spec = EnvironmentSpec(**{field.name: getattr(found, field.name) for field in msgspec.structs.fields(EnvironmentSpec)})
+    spec.layers = [*found.layers[:below], made["digest"]]
+    return await images.put_environment(target or found.name, spec)
 
 
 async def _template(images: Images, origin: DiffOrigin) -> EnvironmentSpec:

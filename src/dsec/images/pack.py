@@ -112,16 +112,26 @@ class _Sink:
 
 
 def pack(
-    source: IO[bytes] | Members, output: Path, mkfs: Path, *, prefix: str, caps: Caps, report: Reporter, devices: bool = False
+    source: IO[bytes] | Members,
+    output: Path,
+    mkfs: Path,
+    *,
+    prefix: str,
+    caps: Caps,
+    report: Reporter,
+    devices: bool = False,
+    chunked: bool = False,
 ) -> dict[str, object]:
     """Write the image; returns digest, size and what it holds. Any failure raises a DSecError and leaves only files beside `output`.
 
-    `devices`: keep device nodes outside /dev.
+    `devices`: keep device nodes outside /dev. `chunked`: do not store holes.
     """
     features = mkfs_erofs_features(mkfs)
     base = [str(mkfs), "--quiet", "-U", UUID]
     if "mkfs-time" in features:
         base += ["--mkfs-time", "-T", BUILD_TIME]
+    if chunked:
+        base.append("--chunksize=4096")
     log = (output.parent / "mkfs.log").open("w+b")
     tree = output.parent / "tree"
     environment = {**os.environ, "TMPDIR": str(output.parent)}

@@ -454,6 +454,10 @@ class Images:
         """Make a layer and an environment of a copy of a writable layer."""
         return await diffs.pack(self, origin, request)
 
+    async def squash(self, name: str, target: str | None) -> EnvironmentInfo:
+        """Make one layer of the diffs on top of an environment."""
+        return await diffs.squash(self, name, target)
+
     # --------------------------------------------------------------------------------------------------------------------- environments
 
     async def put_environment(self, name: str, spec: EnvironmentSpec) -> EnvironmentInfo:

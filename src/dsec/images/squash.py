@@ -1,0 +1,179 @@
+"""Several layers as one: what is in the topmost wins, deletions stay (something below may need them). A process of its own, as
+`dsec.images.pack` is, with the same options and
+
+    --image FILE ...        lowest first
+
+The images are mounted in a mount namespace of this process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from dsec.images.pack import Reporter, pack, run
+from dsec.images.tarstream import CHAR, DIRECTORY, FIFO, HARDLINK, REGULAR, SYMLINK, Caps, Entry, show
+from dsec.linux.calls import MS_RDONLY, mount, private_mounts
+from libdsec.errors import LayerInvalid
+
+OPAQUE, REDIRECT = b"trusted.overlay.opaque", b"trusted.overlay.redirect"
+ALL_SPARSE = 1 << 20  # a hole in a file of this size or more is worth keeping
+KINDS = {stat.S_IFREG: REGULAR, stat.S_IFDIR: DIRECTORY, stat.S_IFLNK: SYMLINK, stat.S_IFCHR: CHAR, stat.S_IFBLK: b"4", stat.S_IFIFO: FIFO}
+
+
+class Merged:
+    """The members of all layers together, for `pack`."""
+
+    def __init__(self, roots: list[bytes]) -> None:
+        self._roots = roots  # topmost first
+        self._linked: dict[tuple[int, int], bytes] = {}
+        self._members = self._directory(b"", list(range(len(roots))))
+        self._file: int | None = None
+        self._left = 0
+
+    def next(self) -> Entry | None:
+        """See Members."""
+        self._close()
+        found = next(self._members, None)
+        if found is None:
+            return None
+        entry, path = found
+        if entry.kind == REGULAR:
+            self._file, self._left = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), entry.size
+        return entry
+
+    def payload(self, size: int = 1 << 20, /) -> bytes:
+        """See Members."""
+        if self._file is None or not self._left:
+            return b""
+        data = os.read(self._file, min(size, self._left))
+        if not data:
+            raise LayerInvalid("a file of a layer is shorter than it says")
+        self._left -= len(data)
+        return data
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _directory(self, path: bytes, layers: list[int]) -> Iterator[tuple[Entry, bytes]]:
+        """Everything below a directory that these layers, topmost first, make up together."""
+        holders: dict[bytes, list[int]] = {}
+        for layer in layers:
+            for name in os.listdir(self._roots[layer] + b"/" + path):
+                holders.setdefault(name, []).append(layer)
+        for name in sorted(holders):
+            at = path + b"/" + name if path else name
+            yield from self._name(at, holders[name])
+
+    def _name(self, path: bytes, layers: list[int]) -> Iterator[tuple[Entry, bytes]]:
+        where = self._roots[layers[0]] + b"/" + path
+        info = os.lstat(where)
+        entry = self._entry(path, where, info)
+        if not stat.S_ISDIR(info.st_mode):
+            key = (layers[0], info.st_ino)
+            if info.st_nlink > 1 and entry.kind == REGULAR:
+                first = self._linked.setdefault(key, path)
+                if first != path:
+                    entry = replace(entry, kind=HARDLINK, link=first, size=0, xattrs={})
+            yield entry, where
+            return
+        together, opaque = [], False
+        for layer in layers:
+            at = self._roots[layer] + b"/" + path
+            if not stat.S_ISDIR(os.lstat(at).st_mode):
+                opaque = True  # what was no directory, or deleted, hides what is below it
+                break
+            together.append(layer)
+            if _xattr(at, OPAQUE) == b"y":
+                opaque = True
+                break
+        if opaque:
+            entry.xattrs[OPAQUE] = b"y"
+        yield entry, where
+        yield from self._directory(path, together)
+
+    def _entry(self, path: bytes, where: bytes, info: os.stat_result) -> Entry:
+        kind = KINDS.get(stat.S_IFMT(info.st_mode))
+        if kind is None:
+            raise LayerInvalid(f"{show(path)} is of no kind that a layer can hold")
+        xattrs = {}
+        for name in os.listxattr(where, follow_symlinks=False):
+            key = os.fsencode(name)
+            if key == REDIRECT:
+                raise LayerInvalid(f"{show(path)} was renamed by overlayfs itself (redirect_dir): such layers cannot be squashed")
+            if not key.startswith(b"trusted.overlay."):
+                xattrs[key] = os.getxattr(where, name, follow_symlinks=False)
+        return Entry(
+            path,
+            kind,
+            info.st_mode & 0o7777,
+            info.st_uid,
+            info.st_gid,
+            info.st_size if kind == REGULAR else 0,
+            f"{info.st_mtime_ns // 10**9}.{info.st_mtime_ns % 10**9:09d}".encode(),
+            os.readlink(where) if kind == SYMLINK else b"",
+            os.major(info.st_rdev),
+            os.minor(info.st_rdev),
+            xattrs,
+        )
+
+
+def _xattr(path: bytes, name: bytes) -> bytes | None:
+    try:
+        return os.getxattr(path, name, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+            return None
+        raise
+
+
+def _has_holes(root: Path) -> bool:
+    for where, _, files in os.walk(root):
+        for name in files:
+            path = os.path.join(where, name)
+            info = os.lstat(path)
+            if stat.S_ISREG(info.st_mode) and info.st_size >= ALL_SPARSE:
+                with open(path, "rb") as file:
+                    if os.lseek(file.fileno(), 0, os.SEEK_HOLE) < info.st_size:
+                        return True
+    return False
+
+
+def squash(images: list[Path], output: Path, mkfs: Path, caps: Caps, report: Reporter) -> dict[str, object]:
+    """Write one image of all of them. DSecError, OSError."""
+    private_mounts()
+    roots = []
+    for number, image in enumerate(images):
+        root = output.parent / f"l{number}"
+        root.mkdir()
+        mount(str(image), str(root), "erofs", MS_RDONLY)
+        roots.append(root)
+    chunked = any(_has_holes(root) for root in roots)
+    merged = Merged([os.fsencode(root) for root in reversed(roots)])
+    return pack(merged, output, mkfs, prefix="/", caps=caps, report=report, devices=True, chunked=chunked)
+
+
+def main() -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--mkfs", type=Path, required=True)
+    parser.add_argument("--prefix")  # of archives
+    parser.add_argument("--max-bytes", type=int, default=Caps.bytes)
+    parser.add_argument("--max-entries", type=int, default=Caps.entries)
+    parser.add_argument("--image", type=Path, action="append", required=True)
+    options = parser.parse_args()
+    caps = Caps(options.max_bytes, options.max_entries)
+    return run(lambda report: squash(options.image, options.output, options.mkfs, caps, report), options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
