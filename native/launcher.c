@@ -204,13 +204,14 @@ static void serve(const struct frame *h, size_t size) {
 
 // Whatever the loader died of: readers wait for the next one.
 static void revive(void) {
-  static time_t last;
-  struct timespec now;
+  static uint64_t last;
+  struct timespec t;
   struct fault f = {0};
-  clock_gettime(CLOCK_MONOTONIC, &now);
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  uint64_t now = (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
   close_fd(&node.loader);
-  if (now.tv_sec == last) return;      // one that cannot live must not keep us from our work: poll comes back to it
-  last = now.tv_sec;
+  if (now - last < 200) return;        // one that cannot live must not keep us from our work: poll comes back to it
+  last = now;
   fprintf(stderr, "launcher: the loader died and is started again\n");
   if ((node.loader = loader_start(&f)) < 0) fprintf(stderr, "launcher: %s\n", f.message);
 }
@@ -220,7 +221,7 @@ static int loop(void) {
     struct frame h;
     struct pollfd p[] = {{.fd = CONTROL, .events = POLLIN}, {.fd = node.loader, .events = POLLIN}};
     int dead = node.loader < 0 && loader_present();
-    if (poll(p, 2, dead ? 200 : -1) < 0) continue;
+    if (poll(p, 2, dead ? 50 : -1) < 0) continue;
     if (p[1].revents || dead) revive();
     if (!p[0].revents) continue;
     ssize_t n = recv(CONTROL, request, sizeof request, 0);

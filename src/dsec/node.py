@@ -74,7 +74,7 @@ async def run(config: Config) -> None:
         images = stack.enter_context(contextlib.closing(Images(config.state, _tools(config), remote=remote_settings(config.remote))))
         edge = Edge(edge_config(config), images)
         images.on_remove = edge.release_layer
-        images.remote.on_counters = edge.counters.remote
+        images.remote.on_counters, images.remote.on_restart = edge.counters.remote, edge.counters.filler_restarts.inc
         try:
             images.remote.start(config.run)  # sandboxes of an earlier node may wait for data
             await edge.start()

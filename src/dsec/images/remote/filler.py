@@ -337,6 +337,9 @@ class Filler:
     def _read(self, serial: int, number: int, key: tuple[int, int], offset: int, count: int) -> None:
         blob = self._find(key)
         self.counters.reads += 1
+        if blob is None and key[1] == 0:  # of a loader that died before it could note which file
+            self._spawn(self._fill(serial, number, [(b, b.overlapping(offset, count)) for b in self.blobs.values()]))
+            return
         if blob is None:
             self._answer(serial, number, errno.EIO)
             self.tell(Event("blob_unknown", "", f"a read of inode {key[1]}, which is no layer's data: EIO"))
@@ -349,20 +352,21 @@ class Filler:
             self._answer(serial, number, 0)
         else:
             self.counters.waited_reads += 1
-            self._spawn(self._fill(serial, number, blob, chunks))
+            self._spawn(self._fill(serial, number, [(blob, chunks)]))
         if chunks:
             self._readahead(blob, chunks)
 
-    async def _fill(self, serial: int, number: int, blob: Blob, chunks: range) -> None:
+    async def _fill(self, serial: int, number: int, wanted: list[tuple[Blob, range]]) -> None:
         error = errno.EIO
         try:
             if not self._room():
                 raise OSError(errno.ENOSPC, "no space left for data of layers")
-            await self.fetcher.need(blob, chunks)
+            await asyncio.gather(*(self.fetcher.need(blob, chunks) for blob, chunks in wanted))
             error = 0
         except (ChunkBad, StoreUnavailable, OSError) as failed:
             self.counters.read_errors += 1
-            self.tell(Event("read_failed", blob.digest, f"chunks {chunks[0]}-{chunks[-1]}: EIO: {failed}"))
+            text = ", ".join(f"chunks {chunks.start}-{chunks.stop - 1} of {blob.digest}" for blob, chunks in wanted)
+            self.tell(Event("read_failed", wanted[0][0].digest, f"{text}: EIO: {failed}"))
         finally:
             self._answer(serial, number, error)  # whatever happened: a reader without an answer waits for its deadline
 

@@ -45,7 +45,7 @@ class Remote:
         self.state, self.settings = state, settings
         self.evict: Callable[[str], Awaitable[bool]] | None = None
         self.on_counters: Callable[[Counters, int], None] = lambda counters, cache_bytes: None
-        self.restarts = 0
+        self.on_restart: Callable[[], None] = lambda: None
         self.pid = 0  # of the filler
         self._run_dir: Path | None = None
         self._store: Store | None = None
@@ -143,7 +143,7 @@ class Remote:
             if asyncio.get_running_loop().time() - began > 10:
                 pause = 0.05
             log.error("the filler of remote layers ended (%s) and is started again", how, extra={"event": "filler_restarted"})
-            self.restarts += 1
+            self.on_restart()
             await asyncio.sleep(pause)
             pause = min(2.0, pause * 2)
 
