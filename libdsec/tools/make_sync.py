@@ -68,6 +68,7 @@ from libdsec.wire import (
     FileInfo,
     GcResult,
     LayerInfo,
+    Limits,
     NodeInfo,
     PackResult,
     SandboxInfo,

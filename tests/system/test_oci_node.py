@@ -17,6 +17,7 @@ from dsec.images.bases import busybox_archive
 from dsec.linux.tools import Tools
 from libdsec import DSecContainerRunArgs
 from libdsec.errors import BuildFailed, LayerInvalid
+from libdsec.wire import Limits
 
 if TYPE_CHECKING:
     from libdsec import DSecClient
@@ -74,3 +75,12 @@ async def test_the_command_line(dsec: Callable[..., subprocess.CompletedProcess[
         assert ran.returncode == 0 and ran.stdout.split()[-1] == "imported", ran.stderr
     assert dsec("run", "imported", "--", "/bin/echo", "hi").stdout == "hi\n"
     assert dsec("image", "import", str(tmp_path / "nothing")).returncode == 2
+
+
+async def test_an_environments_limits_are_those_of_sandboxes_that_ask_for_none(client: DSecClient) -> None:
+    info = await client.environments.create("limited", ["busybox"], limits=Limits(memory_mb=96, pids=33), labels={"a": "b"}, cmd=["sh"])
+    assert info.limits.memory_mb == 96 and info.cmd == ["sh"] and (await client.environments.get("limited")).labels == {"a": "b"}
+    async with await client.run_container(DSecContainerRunArgs(container_image="limited", memory_limit_mb=None)) as box:
+        assert (box.info.limits.memory_mb, box.info.limits.pids) == (96, 33) and (await box.usage()).memory_limit == 96 << 20
+    async with await client.run_container(DSecContainerRunArgs(container_image="limited", memory_limit_mb=128)) as box:
+        assert (box.info.limits.memory_mb, box.info.limits.pids) == (128, 33)

@@ -232,6 +232,9 @@ class FakeImages:
             raise LayerNotFound(f"no layer {image}", layer=image)
         return ResolvedImage("base", [Layer("sha256:" + "0" * 64, Path("/base.erofs"))], {"FROM": "image"}, "app", "/srv")
 
+    def limits(self, image: str | None) -> Limits:
+        return Limits()
+
     def pin(self, digests: Iterable[str], sandbox_id: str) -> None:
         self.pins[sandbox_id] = list(digests)
 

@@ -23,6 +23,7 @@ from libdsec.wire import (
     LayerInfo,
     LayerLease,
     LayerRequest,
+    Limits,
     Progress,
     SquashRequest,
 )
@@ -229,10 +230,26 @@ class Environments:
         return await self._api.call("GET", path("environments", name), EnvironmentInfo)
 
     async def create(
-        self, name: str, layers: Sequence[str], *, env: Mapping[str, str] | None = None, user: str = "root", workdir: str = "/"
+        self,
+        name: str,
+        layers: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str = "root",
+        workdir: str = "/",
+        entrypoint: Sequence[str] = (),
+        cmd: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
     ) -> EnvironmentInfo:
-        """Bind `name[:tag]` to layers, base first, in the place of what it was bound to. Names of layers become digests now."""
-        body = EnvironmentSpec(layers=list(layers), env=dict(env or {}), user=user, workdir=workdir)
+        """Bind `name[:tag]` to layers, base first, in the place of what it was bound to. Names of layers become digests now.
+
+        `limits`: of a sandbox that asks for none itself. `entrypoint` and `cmd` are kept for whoever starts them; nothing starts by itself.
+        """
+        body = EnvironmentSpec(
+            layers=list(layers), env=dict(env or {}), user=user, workdir=workdir, entrypoint=list(entrypoint), cmd=list(cmd),
+            labels=dict(labels or {}), limits=limits or Limits(),
+        )  # fmt: skip
         return await self._api.call("PUT", path("environments", name), EnvironmentInfo, body=body, safe=True)
 
     async def squash(self, name: str, target: str | None = None) -> EnvironmentInfo:

@@ -40,6 +40,7 @@ from libdsec.wire import (
     FileInfo,
     GcResult,
     LayerInfo,
+    Limits,
     NodeInfo,
     PackResult,
     SandboxInfo,
@@ -499,9 +500,13 @@ class SyncEnvironments(_Wrapper):
 
     def create(
         self, name: str, layers: Sequence[str], *, env: Mapping[str, str] | None = None, user: str = "root", workdir: str = "/",
+        entrypoint: Sequence[str] = (), cmd: Sequence[str] = (), labels: Mapping[str, str] | None = None, limits: Limits | None = None,
     ) -> EnvironmentInfo:
-        """Bind `name[:tag]` to layers, base first, in the place of what it was bound to. Names of layers become digests now."""
-        return self._portal.run(self._inner.create(name, layers, env=env, user=user, workdir=workdir))
+        """Bind `name[:tag]` to layers, base first, in the place of what it was bound to. Names of layers become digests now.
+
+        `limits`: of a sandbox that asks for none itself. `entrypoint` and `cmd` are kept for whoever starts them; nothing starts by itself.
+        """
+        return self._portal.run(self._inner.create(name, layers, env=env, user=user, workdir=workdir, entrypoint=entrypoint, cmd=cmd, labels=labels, limits=limits))
 
     def squash(self, name: str, target: str | None = None) -> EnvironmentInfo:
         """Make one layer of the diffs on top of an environment; `target`: bind this name to the result instead."""

@@ -21,12 +21,21 @@ def create(
     env: Annotated[list[str], typer.Option("-e", "--env", metavar="KEY=VALUE")] = [],  # noqa: B006 - typer reads it
     user: Annotated[str, typer.Option("-u", "--user")] = "root",
     workdir: Annotated[str, typer.Option("-w", "--workdir")] = "/",
+    limit: Annotated[list[str], typer.Option("--limit", metavar="NAME=NUMBER", help="As memory_mb=512.")] = [],  # noqa: B006 - typer reads it
     as_json: Annotated[bool, common.JSON] = False,
 ) -> None:
     """Name a stack of layers."""
+    import msgspec
+
+    from libdsec.wire import Limits
+
+    try:
+        limits = msgspec.convert(common.pairs(limit, "--limit"), Limits, strict=False)
+    except msgspec.ValidationError as error:
+        common.fail(f"invalid_request: --limit: {error}", 2)
 
     async def work(client: DSecClient) -> EnvironmentInfo:
-        return await client.environments.create(name, layer, env=common.pairs(env, "--env"), user=user, workdir=workdir)
+        return await client.environments.create(name, layer, env=common.pairs(env, "--env"), user=user, workdir=workdir, limits=limits)
 
     info = common.call(work)
     if as_json:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 from msgspec import UNSET
 
 from dsec.edge import journal as lines
@@ -34,6 +35,7 @@ from libdsec.wire import (
     Cause,
     ErrorBody,
     LeaseRequest,
+    Limits,
     NodeInfo,
     SandboxInfo,
     SandboxSpec,
@@ -195,7 +197,7 @@ class Edge(Recovery, Packing, Files):
         memory_disk = spec.disk == "memory"
         if memory_disk:
             require(backend, "memory_disk", "disk=memory")
-        limits = resolve_limits(spec.limits, self.config, self.admission.disk, memory_disk)
+        limits = resolve_limits(_or(spec.limits, self.images.limits(spec.image)), self.config, self.admission.disk, memory_disk)
         if spec.name is not None:
             self.table.check_name(spec.name)
         warnings = self.admission.admit(len(self.table), limits, memory_disk)
@@ -413,6 +415,12 @@ class Edge(Recovery, Packing, Files):
         self.journal.write(change)
         sandbox.labels = labels
         return sandbox.info()
+
+
+def _or(asked: Limits, given: Limits) -> Limits:
+    """Each limit as asked for, or as the image gives it."""
+    own = {name: value for name in Limits.__struct_fields__ if (value := getattr(asked, name)) is not None}
+    return msgspec.structs.replace(given, **own)
 
 
 def _cancelled(sandbox: Sandbox) -> DSecError:

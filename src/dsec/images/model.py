@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from libdsec.errors import InvalidRequest
+from libdsec.wire import Limits
 
 KINDS = ("base", "workspace", "toolkit", "diff")
 MAX_LAYERS = 64  # of one sandbox; equals MAX_LAYERS in native/sandbox.h
@@ -36,6 +37,7 @@ class ResolvedImage:
     env: Mapping[str, str] = field(default_factory=dict)
     user: str = "root"
     workdir: str = "/"
+    limits: Limits = field(default_factory=Limits)  # of a sandbox that asks for none itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,19 @@ from dsec.images.remote.service import Remote, RemoteSettings
 from dsec.images.store import LayerStore
 from dsec.images.tarstream import Caps, clean
 from dsec.linux.tools import Tools
-from libdsec.errors import BuildFailed, InvalidRequest, LayerInvalid, LayerNotFound
-from libdsec.wire import EnvironmentInfo, EnvironmentSpec, GcResult, ImagePull, LayerInfo, LayerRequest, PackRequest, PackResult, Progress
+from libdsec.errors import BuildFailed, DSecError, InvalidRequest, LayerInvalid, LayerNotFound
+from libdsec.wire import (
+    EnvironmentInfo,
+    EnvironmentSpec,
+    GcResult,
+    ImagePull,
+    LayerInfo,
+    LayerRequest,
+    Limits,
+    PackRequest,
+    PackResult,
+    Progress,
+)
 
 PARALLEL_BUILDS = 2
 Layers = list[LayerInfo]  # inside the class `list` is a method
@@ -81,6 +92,16 @@ class Images:
         A layer named as an image brings its parents; a list is taken as it is. Raises LayerNotFound naming what is missing, LayerInvalid
         when an image file is damaged or gone. Does not wait: `pin` in the same step of the loop holds what was resolved.
         """
+        return self._look(image, layers)
+
+    def limits(self, image: str | None) -> Limits:
+        """What an image gives sandboxes that ask for no limits; none for what is no environment or not there."""
+        try:
+            return self._look(image, None).limits if image is not None else Limits()
+        except DSecError:
+            return Limits()  # `resolve` tells it
+
+    def _look(self, image: str | None, layers: Names | None) -> ResolvedImage:
         self._refresh()
         key = (image, tuple(layers) if layers is not None else None)
         found = self._cache.get(key)
@@ -109,7 +130,9 @@ class Images:
         if not DIGEST.fullmatch(image):
             environment = self._catalog.environment(*split_reference(image))
             if environment is not None:
-                return self._resolved(image, environment.layers, environment.env, environment.user, environment.workdir)
+                return self._resolved(
+                    image, environment.layers, environment.env, environment.user, environment.workdir, environment.limits
+                )
         chain: Names = []
         self._chain(self._digest(image, "environment or layer"), chain)
         return self._resolved(image, chain)
@@ -131,7 +154,13 @@ class Images:
             chain.append(digest)
 
     def _resolved(
-        self, name: str | None, digests: Names, env: dict[str, str] | None = None, user: str = "root", workdir: str = "/"
+        self,
+        name: str | None,
+        digests: Names,
+        env: dict[str, str] | None = None,
+        user: str = "root",
+        workdir: str = "/",
+        limits: Limits | None = None,
     ) -> ResolvedImage:
         if len(digests) > MAX_LAYERS:
             raise InvalidRequest(f"{len(digests)} layers; a sandbox takes at most {MAX_LAYERS}", field="layers")
@@ -151,7 +180,7 @@ class Images:
             if damaged is not None:
                 raise LayerInvalid(damaged, layer=digest)
             found.append(layer)
-        return ResolvedImage(name, tuple(found), dict(env or {}), user, workdir)
+        return ResolvedImage(name, tuple(found), dict(env or {}), user, workdir, limits or Limits())
 
     def pin(self, digests: Iterable[str], sandbox_id: str) -> None:
         """These layers are used by this sandbox until `unpin`. LayerNotFound when one is gone."""
@@ -393,7 +422,7 @@ class Images:
 
     async def prepare(self, image: ResolvedImage) -> None:
         """Called after `pin` and before the layers are mounted: data that is not on this node will be there when it is read."""
-        await self.remote.prepare(image.layers, image.name)
+        await self.remote.prepare(image.layers)
 
     async def make_room(self, digest: str) -> bool:
         """Unmount a layer that nobody uses, so that its data can go. False: it is in use."""

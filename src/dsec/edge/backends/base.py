@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dsec.images.model import DiffOrigin, Layer, ResolvedImage
 from libdsec.errors import Unsupported
-from libdsec.wire import PackRequest, PackResult
+from libdsec.wire import Limits, PackRequest, PackResult
 
 __all__ = [
     "CAPABILITIES", "Backend", "DiskUsage", "ImageResolver", "Layer", "ResolvedImage", "StartSpec", "Started", "capabilities", "require",
@@ -37,6 +37,10 @@ class ImageResolver(Protocol):
 
     async def resolve(self, image: str | None, layers: list[str] | None) -> ResolvedImage:
         """Layers and defaults of an image, or of a list of layers, base first. Raises LayerNotFound, LayerInvalid."""
+        ...
+
+    def limits(self, image: str | None) -> Limits:
+        """Limits of sandboxes that ask for none themselves. Never raises."""
         ...
 
     def pin(self, digests: Iterable[str], sandbox_id: str) -> None:
