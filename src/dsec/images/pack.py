@@ -15,7 +15,9 @@ import hashlib
 import json
 import lzma
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from dsec.images.tarstream import Caps, Members, Reader, Summary, normalize
+from dsec.linux.calls import PR_SET_PDEATHSIG, prctl
 from dsec.linux.tools import ToolMissing, Tools, mkfs_erofs_features
 from libdsec.errors import BuildFailed, DSecError, LayerInvalid, NoSpace
 
@@ -249,7 +252,12 @@ def main() -> int:
 
 
 def run(work: Callable[[Reporter], dict[str, object]], output: Path) -> int:
-    """The whole of a packing process: low priority, progress, and last one line with the result or the error."""
+    """The whole of a packing process: low priority, progress, and last one line with the result or the error. It dies with its parent."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    gone = select.poll()
+    gone.register(sys.stdout, 0)
+    if gone.poll(0):  # it died before: nobody reads what is said here
+        return 1
     os.nice(5)
     report = Reporter(sys.stdout)
     try:
