@@ -81,8 +81,9 @@ class Remote:
             with contextlib.suppress(asyncio.CancelledError):
                 await keeper
 
-    async def prepare(self, layers: Sequence[Layer], name: str | None) -> None:
-        """These are about to be mounted: open their data for writing while nobody watches it, and fetch ahead what `name` reads first."""
+    async def prepare(self, layers: Sequence[Layer]) -> None:
+        """These are about to be mounted: open their data for writing while nobody watches it, and fetch ahead what a sandbox of exactly
+        these layers read first the last time, on any node."""
         remote = [layer for layer in layers if layer.data is not None]
         for layer in remote:
             while (moving := self._moving.get(layer.digest)) is not None:
@@ -91,7 +92,7 @@ class Remote:
             return
         _ = self.store
         digests = [layer.digest for layer in remote]
-        key = hashlib.sha256("\n".join([name or "", *(layer.digest for layer in layers)]).encode()).hexdigest()
+        key = hashlib.sha256("\n".join(layer.digest for layer in layers).encode()).hexdigest()
         await self.ask("open", digests, key)
 
     async def forget(self, digest: str) -> None:
