@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -31,6 +32,7 @@ ASK = struct.Struct("<QQQQQII")  # serial, device, inode, offset, count, number,
 REPLY = struct.Struct("<QII")  # serial, number, errno
 NO_NUMBER = 0xFFFFFFFF
 RECORD_EVERY = 1.0  # seconds between records of what is there
+SURVEY_EVERY = 30.0
 READAHEAD = 4  # chunks behind one that a sequential reader took
 FREE_FLOOR = 256 << 20  # bytes of disk that fetching leaves free
 
@@ -90,6 +92,8 @@ class Filler:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link: socket.socket | None = None
         self._out: asyncio.WriteTransport | None = None
+        self._closed: dict[str, tuple[int, float]] = {}
+        self._surveyed = -SURVEY_EVERY
         self._asked: set[str] = set()  # layers that the node was asked to make room of
         self.traces = Traces(self.state, self.store)
         self._recorders: dict[str, Recorder] = {}
@@ -210,6 +214,7 @@ class Filler:
                 if recorder.over():
                     del self._recorders[key]
                     await self.traces.publish(recorder)
+            self._survey()
             self._bound()
             if self.counters != told:
                 told = msgspec.structs.replace(self.counters)
@@ -218,22 +223,32 @@ class Filler:
     # room -------------------------------------------------------------------------------------------------------------------------
 
     def _allocated(self) -> int:
-        return sum(blob.allocated() for blob in self.blobs.values())
+        closed = (size for digest, (size, _) in self._closed.items() if digest not in self.blobs)
+        return sum(blob.allocated() for blob in self.blobs.values()) + sum(closed)
+
+    def _survey(self) -> None:
+        """What the layers take that nobody used since this process began: size and last use."""
+        if time.monotonic() < self._surveyed + SURVEY_EVERY:
+            return
+        self._surveyed = time.monotonic()
+        self._closed = {}
+        for path in root_of(self.state).glob("[0-9a-f]*"):
+            digest = "sha256:" + path.name
+            if digest not in self.blobs:
+                with contextlib.suppress(OSError):
+                    self._closed[digest] = os.stat(path / "data").st_blocks * 512, os.stat(path / "present").st_mtime
 
     def _bound(self) -> None:
         """Ask for room when there is too much: the layer that was not used for the longest time. The node knows whether it may go."""
-        bound = self.settings.cache_bytes
-        if not bound or self._allocated() <= bound:
+        if not self._over():
             self._asked.clear()
             return
-        for path in root_of(self.state).glob("[0-9a-f]*"):
-            with contextlib.suppress(LayerInvalid, LayerNotFound, OSError):
-                self._open("sha256:" + path.name)
-        for blob in sorted(self.blobs.values(), key=lambda b: b.last_used):
-            if blob.bytes and blob.digest not in self._asked:
-                self._asked.add(blob.digest)
-                self.say(Line(evict=blob.digest))
-                return
+        used = {digest: when for digest, (size, when) in self._closed.items() if size and digest not in self.blobs}
+        used |= {digest: blob.last_used for digest, blob in self.blobs.items() if blob.allocated()}
+        for digest in sorted(used.keys() - self._asked, key=lambda digest: used[digest])[:1]:
+            self._asked.add(digest)
+            self.say(Line(evict=digest))
+            return
         self._asked.clear()  # all were asked for; whoever was in use may not be any more
 
     async def _drop(self, digest: str) -> int:
@@ -273,17 +288,20 @@ class Filler:
             for digest, index in known
             if digest in mine and index < len(mine[digest].have) and not mine[digest].have[index]
         ]
-        if self._room():
+        if self._room() and not self._over():
             await asyncio.gather(*ahead)
         else:
             for one in ahead:
                 one.close()
 
+    def _over(self) -> bool:
+        """There is more than there should be: only what somebody waits for is fetched."""
+        return 0 < self.settings.cache_bytes < self._allocated()
+
     def _readahead(self, blob: Blob, chunks: range) -> None:
         """A reader that goes on where the last one ended gets the next chunks before it asks."""
         last, self._last[blob.digest] = self._last.get(blob.digest, -2), chunks[-1]
-        bound = self.settings.cache_bytes
-        if chunks[0] - last not in (0, 1) or (bound and self._allocated() > bound) or not self._room():
+        if chunks[0] - last not in (0, 1) or self._over() or not self._room():
             return
         for index in range(chunks[-1] + 1, min(chunks[-1] + 1 + READAHEAD, len(blob.have))):
             if not blob.have[index]:
@@ -395,6 +413,8 @@ class Filler:
 def main() -> int:
     """See the module's text."""
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two a layer in use
     filler = Filler(settings)
     asyncio.run(filler.run())
     return 0

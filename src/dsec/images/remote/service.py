@@ -22,7 +22,7 @@ from dsec.images.model import Layer
 from dsec.images.remote.fetch import Counters
 from dsec.images.remote.filler import Line, Request, Settings
 from dsec.images.remote.stores import Store, open_store
-from libdsec.errors import Unavailable, from_body
+from libdsec.errors import DSecError, Unavailable, from_body
 
 log = logging.getLogger("dsec.images.remote")
 _BAD = {"chunk_corrupt", "chunk_truncated", "chunk_missing", "chunk_lost", "read_failed", "read_expired", "blob_unknown", "filler_fault"}
@@ -54,6 +54,7 @@ class Remote:
         self._up = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._moving: dict[str, asyncio.Future[None]] = {}  # layers whose data is going
 
     @property
@@ -185,7 +186,8 @@ class Remote:
             log.log(level, "%s", line.event.message, extra={"event": line.event.name, "layer": line.event.layer})
         elif line.evict:
             task = asyncio.get_running_loop().create_task(self._make_room(line.evict))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         elif line.counters is not None:
             self.on_counters(line.counters, line.cache_bytes)
         else:
@@ -202,7 +204,10 @@ class Remote:
         gone = self._moving[digest] = asyncio.get_running_loop().create_future()
         try:
             if await self.evict(digest):
-                await self.ask("drop", [digest])
+                freed = (await self.ask("drop", [digest]))[digest]
+                log.info("room of layer %s: %s", digest, f"{freed >> 20} MiB" if freed >= 0 else "still in use")
+        except (DSecError, OSError) as error:  # the filler asks again
+            log.warning("room of layer %s cannot be made: %s", digest, error)
         finally:
             del self._moving[digest]
             gone.set_result(None)
