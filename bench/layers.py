@@ -1,10 +1,10 @@
 """The same recorded tool calls over read-only layers and over archives unpacked in each sandbox. `python -m bench.layers [--quick]`.
 
 Both arms start from the same Debian base layer and make the same calls, one after another without waits, on the same workspace (the Python
-standard library of this machine) and toolkit (packages of this checkout's environment). In one arm these are two more EROFS layers; in
-the other each sandbox unpacks two tar.gz, which lie ready in a layer, so that nothing is charged for bringing them. The output of every call
-is compared between the arms. Written: bytes that reach the device of the writable layers when the medium is synced before each sandbox stops; that
-is a round of its own, since a sandbox that is thrown away is otherwise never synced.
+standard library of this machine) and toolkit (packages of this checkout's environment). In one arm these are two more EROFS layers; in the
+other each sandbox unpacks two tar.gz, which lie ready in a layer, so that nothing is charged for bringing them. The output of every call is
+compared between the arms. Written: bytes that reach the device of the writable layers when the medium is synced before each sandbox stops;
+that is a round of its own, since a sandbox that is thrown away is otherwise never synced.
 """
 from __future__ import annotations
 

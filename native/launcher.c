@@ -111,7 +111,7 @@ static int prepare(const char *filter, pid_t join, char **argv, struct fault *f)
   if ((node.own_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the mount namespace");
   if (loader_open(join, f)) return -1;
   node.masks = masks_present();
-  if (join && !medium_open()) medium_drop_snapshots();   // absent when the earlier launcher had none; who took snapshots is gone
+  if (join) medium_open();             // absent when the earlier launcher had none
   fcntl(CONTROL, F_SETFD, FD_CLOEXEC);
   signal(SIGCHLD, SIG_IGN);
   signal(SIGPIPE, SIG_IGN);
@@ -192,7 +192,7 @@ static void serve(const struct frame *h, size_t size) {
       case F_UMOUNT_LAYER: bad = layer_umount(order.name, &f); break;
       case F_MOUNT_MEDIUM: bad = medium_mount(order.path, order.bytes, order.name, order.keep, order.nkeep, &f); break;
       case F_DROP_SNAPSHOT:
-        bad = !order.name || !strchr(order.name, '.') || strchr(order.name, '/') ? fault_set(&f, "invalid_request", 0, "DROP_SNAPSHOT: no name of a snapshot")
+        bad = !order.name || !snapshot_named(order.name) ? fault_set(&f, "invalid_request", 0, "DROP_SNAPSHOT: no name of a snapshot")
               : medium_remove(order.name) ? fault_host(&f, errno, "remove the snapshot %.100s", order.name) : 0;
         break;
       case F_DISK_USAGE: disk_usage(h->request); return;

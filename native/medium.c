@@ -109,13 +109,14 @@ int medium_open(void) {
   return 0;
 }
 
-static int wipe(const char *const *keep, int nkeep, struct fault *f) {
+// What is neither kept nor, unless all is to go, a sandbox's own.
+static int wipe(const char *const *keep, int nkeep, int all, struct fault *f) {
   int copy = openat(node.medium, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   DIR *d = copy < 0 ? NULL : fdopendir(copy);
   if (!d) { close_fd(&copy); return fault_host(f, errno, "list the medium"); }
   int bad = 0;
   for (struct dirent *e; !bad && (e = readdir(d));) {
-    int kept = e->d_name[0] == '.';
+    int kept = e->d_name[0] == '.' || (!all && !snapshot_named(e->d_name));
     for (int i = 0; i < nkeep && !kept; i++) kept = !strcmp(keep[i], e->d_name);
     if (!kept && medium_remove(e->d_name)) bad = fault_host(f, errno, "remove the stale volume %s from the medium", e->d_name);
   }
@@ -123,9 +124,11 @@ static int wipe(const char *const *keep, int nkeep, struct fault *f) {
   return bad;
 }
 
+int medium_keep(const char *const *keep, int nkeep, struct fault *f) { return wipe(keep, nkeep, 0, f); }
+
 int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char *const *keep, int nkeep, struct fault *f) {
   char loop[32];
-  if (node.medium >= 0) return 0;
+  if (node.medium >= 0) return medium_keep(keep, nkeep, f); // joined: sandboxes live on it, and whoever took snapshots is gone
   if (!path || *path != '/' || bytes < (256u << 20)) return fault_set(f, "invalid_request", 0, "the medium needs an absolute path and at least 256 MiB");
   int file = host_open(path, O_RDWR);
   // two loop devices over one file would be two file systems that do not know each other; one that is going away is waited for
@@ -158,14 +161,24 @@ int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char 
   }
   close_fd(&node.qgroups);
   node.qgroups = quota_directory();
-  return wipe(keep, nkeep, f);
+  return wipe(keep, nkeep, 1, f);
+}
+
+static int medium_copy(const char *from, const char *to, struct fault *f) {
+  struct btrfs_ioctl_vol_args_v2 a = {.fd = openat(node.medium, from, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC)};
+  if (a.fd < 0) return errno == ENOENT ? fault_set(f, "snapshot_not_found", 0, "there is no snapshot %s", from) : fault_host(f, errno, "open the snapshot %s", from);
+  memcpy(a.name, to, strlen(to));
+  int bad = ioctl(node.medium, BTRFS_IOC_SNAP_CREATE_V2, &a), err = errno;
+  close((int)a.fd);
+  return bad ? fault_host(f, err, "make the writable layer of %s from %s", to, from) : 0;
 }
 
 int medium_make(struct sandbox *s, struct fault *f) {
   const char *id = s->spec.id;
   struct box *b = s->box;
   if (node.medium < 0) return fault_set(f, "internal", 0, "the node's writable medium is not mounted");
-  if (vol(node.medium, BTRFS_IOC_SUBVOL_CREATE, id)) return fault_host(f, errno, "make the writable layer of %s", id);
+  if (s->spec.volume ? medium_copy(s->spec.volume, id, f) : vol(node.medium, BTRFS_IOC_SUBVOL_CREATE, id) ? fault_host(f, errno, "make the writable layer of %s", id) : 0)
+    return -1;
   if ((b->volume = openat(node.medium, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the writable layer of %s", id);
   struct btrfs_ioctl_ino_lookup_args where = {.objectid = BTRFS_FIRST_FREE_OBJECTID};
   if (ioctl(b->volume, BTRFS_IOC_INO_LOOKUP, &where)) return fault_host(f, errno, "find the writable layer of %s", id);
@@ -196,14 +209,9 @@ int medium_snapshot(struct sandbox *s, const char *name, struct fault *f) {
   return ioctl(node.medium, BTRFS_IOC_SNAP_CREATE_V2, &a) ? fault_host(f, errno, "snapshot the writable layer of %s", s->spec.id) : 0;
 }
 
-int medium_drop_snapshots(void) {
-  int copy = openat(node.medium, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad = 0;
-  DIR *d = copy < 0 ? NULL : fdopendir(copy);
-  if (!d) { close_fd(&copy); return -1; }
-  for (struct dirent *e; (e = readdir(d));)
-    if (e->d_name[0] != '.' && strchr(e->d_name, '.') && medium_remove(e->d_name)) bad = -1;
-  closedir(d);
-  return bad;
+int snapshot_named(const char *name) {
+  size_t n = strspn(name, "abcdefghijklmnopqrstuvwxyz0123456789.-");
+  return !name[n] && n < 64 && (!strncmp(name, "snap-", 5) || (strchr(name, '.') && *name != '.'));
 }
 
 static uint64_t quota(const struct box *b, const char *name) {

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -97,18 +98,57 @@ static int memory_upper(const struct sandbox *s, struct fault *f) {
   return fd;
 }
 
+static int hosts_text(const struct sandbox *s, char *text, size_t cap) {
+  return snprintf(text, cap, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t%.64s\n", s->spec.hostname);
+}
+
 static int etc_files(const struct sandbox *s, struct fault *f) {
   char host[512];
   const char *const names[] = {"u/etc/hostname", "u/etc/hosts"}, *texts[] = {host, host};
   for (unsigned i = 0; i < COUNT(names); i++) {
-    int n = i ? snprintf(host, sizeof host, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t%.64s\n", s->spec.hostname)
-              : snprintf(host, sizeof host, "%.64s\n", s->spec.hostname);
+    int n = i ? hosts_text(s, host, sizeof host) : snprintf(host, sizeof host, "%.64s\n", s->spec.hostname);
     int fd = open(names[i], O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
     int bad = fd < 0 || write(fd, texts[i], (size_t)n) != n || fchown(fd, s->spec.uid_base, s->spec.uid_base);
     close_fd(&fd);
     if (bad) return fault_host(f, errno, "write %s", names[i] + 1);
   }
   return 0;
+}
+
+// What a copy of another sandbox's layer may not share with it: its name, and who it is to programs that ask the machine. Its /etc is an
+// agent's work, so nothing in it is followed.
+static int own_identity(const struct sandbox *s, struct fault *f) {
+  char text[512];
+  int etc = open("u/etc", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (etc < 0) return errno == ENOENT || errno == ENOTDIR || errno == ELOOP ? 0 : fault_host(f, errno, "open /etc of %s", s->spec.id);
+  const char *const names[] = {"hostname", "hosts", "machine-id"};
+  int bad = 0;
+  for (unsigned i = 0; !bad && i < COUNT(names); i++) {
+    struct stat st;
+    uint8_t random[16];
+    int there = !fstatat(etc, names[i], &st, AT_SYMLINK_NOFOLLOW) && S_ISREG(st.st_mode);
+    if (!there) continue;              // it never had one, or has its own idea of it
+    int n = i == 0 ? snprintf(text, sizeof text, "%.64s\n", s->spec.hostname) : i == 1 ? hosts_text(s, text, sizeof text) : 33;
+    if (i == 2) {
+      bad = getrandom(random, sizeof random, 0) != sizeof random;
+      for (size_t k = 0; k < sizeof random; k++) snprintf(text + 2 * k, 4, "%02x\n", random[k]);
+    }
+    // a new file: a link to the old one elsewhere keeps the old text
+    int fd = bad || unlinkat(etc, names[i], 0) ? -1 : openat(etc, names[i], O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644);
+    bad = fd < 0 || write(fd, text, (size_t)n) != n || fchown(fd, s->spec.uid_base, s->spec.uid_base);
+    if (bad) fault_host(f, errno, "write /etc/%s of %s", names[i], s->spec.id);
+    close_fd(&fd);
+  }
+  close(etc);
+  return bad ? -1 : 0;
+}
+
+// The work directory of the other overlay cannot be used again.
+static int copied(const struct sandbox *s, struct fault *f) {
+  char old[96];
+  snprintf(old, sizeof old, "w.%s", s->spec.id);
+  if (rename("w", old) || mkdir("w", 0700) || chown_root(s, "w")) return fault_host(f, errno, "prepare the copied layer of %s", s->spec.id);
+  return own_identity(s, f);
 }
 
 // u and w in the current directory. The upper root takes mode and owner of the lower root, and so does /etc, which gets two files.
@@ -146,7 +186,7 @@ static int overlay(const struct sandbox *s, struct fault *f) {
     snprintf(name, sizeof name, NODE_MEDIUM "/%s", s->spec.id);
     if (chdir(name)) return fault_host(f, errno, "enter the writable layer of %s", s->spec.id);
   }
-  if (upper(s, f)) return -1;
+  if (s->spec.volume ? copied(s, f) : upper(s, f)) return -1;
   int fs = fsopen("overlay", FSOPEN_CLOEXEC);
   int bad = fs < 0 || fsconfig(fs, FSCONFIG_SET_STRING, "source", "overlay", 0) || fsconfig(fs, FSCONFIG_SET_STRING, "upperdir", "u", 0) ||
             fsconfig(fs, FSCONFIG_SET_STRING, "workdir", "w", 0) || fsconfig(fs, FSCONFIG_SET_FLAG, "volatile", NULL, 0) || chdir(NODE_SCRATCH);

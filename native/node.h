@@ -54,7 +54,8 @@ int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char 
 int medium_open(void);                                                // what an earlier launcher mounted; 0 or -1
 int medium_make(struct sandbox *s, struct fault *f);                  // the sandbox's subvolume, limited
 int medium_snapshot(struct sandbox *s, const char *name, struct fault *f); // <id>.<suffix>, beside it
-int medium_drop_snapshots(void);                                      // all of them
+int medium_keep(const char *const *keep, int nkeep, struct fault *f); // drops every snapshot but these
+int snapshot_named(const char *name);                                 // <id>.<suffix>: for a moment; snap-<suffix>: until it is dropped
 int medium_remove(const char *id);                                    // a volume or a snapshot
 void medium_usage(struct sandbox *s, uint64_t *used, int *full);
 int loop_attach(int file, int readonly, int direct, char *path, size_t cap, struct fault *f); // descriptor that holds it, or -1

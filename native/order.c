@@ -1,6 +1,7 @@
 // Decoding the edge's requests to the launcher. The edge is ours, but a mistake there must not become a path outside our directories.
 #include <string.h>
 #include "launcher.h"
+#include "node.h"
 #include "util.h"
 #include "wire.h"
 
@@ -33,6 +34,7 @@ static int one(struct order *o, uint8_t type, const struct item *i) {
     case T_DATA: return text(i, &o->data);
     case T_FILL: return flag(i, &o->fill);
     case T_BYTES: case T_SIZE: return field_u64(i, &o->bytes);
+    case T_VOLUME: return text(i, &c->volume);
     case T_CGROUP: return text(i, &c->cgroup);
     case T_HOSTNAME: return text(i, &c->hostname);
     case T_WORKDIR: return text(i, &c->workdir);
@@ -86,6 +88,7 @@ int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f
   if (!own(c->run_dir, c->id)) return fault_set(f, "invalid_request", 0, "RUN_DIR %.80s does not end in /%s", c->run_dir ? c->run_dir : "", c->id);
   if (!creating) return 0;
   if (!own(c->state_dir, c->id)) return fault_set(f, "invalid_request", 0, "STATE_DIR %.80s does not end in /%s", c->state_dir ? c->state_dir : "", c->id);
+  if (c->volume && (!snapshot_named(c->volume) || c->medium != MEDIUM_BTRFS)) return fault_set(f, "invalid_request", 0, "%.70s is not the name of a snapshot", c->volume);
   if (!c->nlayers) return fault_set(f, "layer_not_found", 0, "a sandbox needs at least one layer");
   if (!c->hostname || !*c->hostname) c->hostname = c->id;
   size_t name = strspn(c->hostname, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-.");

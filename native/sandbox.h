@@ -10,6 +10,7 @@
 
 struct spec {                          // decoded CREATE; strings point into the request buffer, which lives as long as aether
   const char *id, *hostname, *workdir, *user, *cgroup;                         // cgroup: "dsec-<prefix>", parent in every hierarchy
+  const char *volume;                  // the snapshot that its writable layer begins as, NULL: empty
   const char *run_dir, *state_dir;     // its own directories: RUN/<id> and STATE/sandboxes/<id>; both exist from sandbox_create on
   const char *layers[MAX_LAYERS];      // names given to MOUNT_LAYER, topmost first
   const char *env[MAX_ENV + 1];        // NAME=value, NULL terminated

@@ -81,14 +81,14 @@ static void begin(struct snapshot *n) {
   loop_want(&n->src, EPOLLIN);
 }
 
-// <id>.<suffix>: whoever sweeps the medium knows whose it was.
+// A name that is for a moment says whose it is.
 static int named(const char *name) {
   size_t n = strlen(A.s->spec.id);
-  return name && !strncmp(name, A.s->spec.id, n) && name[n] == '.' && id_valid(name + n + 1);
+  return name && snapshot_named(name) && (!strncmp(name, "snap-", 5) || (!strncmp(name, A.s->spec.id, n) && name[n] == '.'));
 }
 
 void snapshot_start(struct conn *c, struct request *r) {
-  if (!named(r->name)) { conn_error(c, r->id, "invalid_request", 0, "SNAPSHOT: a name %s.SUFFIX is needed", A.s->spec.id); return; }
+  if (!named(r->name)) { conn_error(c, r->id, "invalid_request", 0, "SNAPSHOT: a name snap-SUFFIX or %s.SUFFIX is needed", A.s->spec.id); return; }
   if (A.s->spec.medium != MEDIUM_BTRFS) { conn_error(c, r->id, "unsupported", 0, "a sandbox whose disk is memory has no snapshots"); return; }
   struct snapshot *n = calloc(1, sizeof *n), **end = &snapshots;
   if (!n) { conn_error(c, r->id, "resource_exhausted", ENOMEM, "no memory for a snapshot"); return; }

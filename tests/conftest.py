@@ -149,6 +149,16 @@ def dsec(node: Node) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.fixture
+def own_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A node that the test may kill and restart; everything of it is removed at the end."""
+    from tests.harness import start_node
+
+    node = start_node(tmp_path_factory.mktemp("own"))
+    yield node
+    node.destroy()
+
+
 # images -------------------------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,11 @@ CLASSES = {  # class: module, attributes that are passed on
     "Layers": ("images", {}),
     "Environments": ("images", {}),
     "Images": ("images", {}),
-    "DSecClient": ("client", {"base_url": "str", "layers": "Layers", "environments": "Environments", "images": "Images"}),
+    "Snapshots": ("images", {}),
+    "DSecClient": (
+        "client",
+        {"base_url": "str", "layers": "Layers", "environments": "Environments", "images": "Images", "snapshots": "Snapshots"},
+    ),
 }
 CALLBACKS = ("on_stdout", "on_stderr", "on_progress")
 HEAD = '''# ruff: noqa: E501
@@ -56,7 +60,7 @@ from libdsec.args import DSecContainerRunArgs
 from libdsec.client import Infos, Made, RawResponse
 from libdsec.command import Input
 from libdsec.files import FileInfos
-from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress
+from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
 from libdsec.portal import Portal
 from libdsec.result import Event, ExecResult
 from libdsec.sources import Source
@@ -73,6 +77,7 @@ from libdsec.wire import (
     PackResult,
     SandboxInfo,
     SessionInfo,
+    SnapshotInfo,
     UnpackResult,
     Usage,
     VersionInfo,

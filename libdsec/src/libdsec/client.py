@@ -18,7 +18,7 @@ from libdsec.api import PATIENCE, READ_TIMEOUT, Api, deadline, path, query
 from libdsec.args import DSecContainerRunArgs
 from libdsec.errors import AtCapacity, DSecError, InvalidRequest, ResourceExhausted, Unsupported, from_body
 from libdsec.http import Transport
-from libdsec.images import Environments, Images, Layers
+from libdsec.images import Environments, Images, Layers, Snapshots
 from libdsec.sandbox import Sandbox
 from libdsec.wire import (
     API_VERSION,
@@ -28,6 +28,7 @@ from libdsec.wire import (
     BatchRequest,
     NodeInfo,
     SandboxInfo,
+    SandboxSpec,
     VersionInfo,
 )  # fmt: skip
 
@@ -86,6 +87,7 @@ class DSecClient:
         self.layers = Layers(self._api)
         self.environments = Environments(self._api)
         self.images = Images(self._api)
+        self.snapshots = Snapshots(self._api)
 
     def __repr__(self) -> str:
         return f"<DSecClient {self.base_url}>"
@@ -120,8 +122,30 @@ class DSecClient:
         again (AtCapacity after that). RequestTimeout after `timeout` seconds. When the call is cancelled or times out and no key was given,
         the sandbox that may still come into being is stopped in the background; with a key it is kept for the repeated call.
         """
+        return await self._run(args.spec(), timeout, idempotency_key, capacity_wait)
+
+    async def restore(
+        self,
+        snapshot: str,
+        timeout: float | None = 120,
+        *,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        max_lifetime: float | None = None,
+        ttl_running_stop: float | None = 300,
+        idempotency_key: str | None = None,
+    ) -> Sandbox:
+        """Create a sandbox that begins with the files of a snapshot, with the limits, user and ENV of the sandbox that it was taken of."""
+        spec = SandboxSpec(
+            snapshot=snapshot, name=name, labels=dict(labels or {}), env=dict(env or {}), max_lifetime=max_lifetime,
+            idle_timeout=ttl_running_stop,
+        )  # fmt: skip
+        return await self._run(spec, timeout, idempotency_key, 0.0)
+
+    async def _run(self, spec: SandboxSpec, timeout: float | None, idempotency_key: str | None, capacity_wait: float) -> Sandbox:
         key = idempotency_key or secrets.token_hex(16)
-        call = self._create(args, key, capacity_wait)
+        call = self._create(spec, key, capacity_wait)
         async with deadline(timeout, "creation of a sandbox", idempotency_key=key):
             if idempotency_key is not None:
                 return Sandbox(self._api, await call)
@@ -229,10 +253,9 @@ class DSecClient:
         return RawResponse(response.status, response.headers, await response.read())
 
     # inside ---------------------------------------------------------------------------------------------------------------------
-    async def _create(self, args: DSecContainerRunArgs, key: str, capacity_wait: float) -> SandboxInfo:
+    async def _create(self, spec: SandboxSpec, key: str, capacity_wait: float) -> SandboxInfo:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + capacity_wait
-        spec = args.spec()
         while True:
             try:
                 return await self._api.call(

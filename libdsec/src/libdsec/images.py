@@ -25,6 +25,7 @@ from libdsec.wire import (
     LayerRequest,
     Limits,
     Progress,
+    SnapshotInfo,
     SquashRequest,
 )
 
@@ -35,9 +36,11 @@ T = TypeVar("T")
 OnProgress = Callable[[Progress], Awaitable[None] | None]
 LayerInfos = list[LayerInfo]
 EnvironmentInfos = list[EnvironmentInfo]
+SnapshotInfos = list[SnapshotInfo]
 
 _layers = msgspec.msgpack.Decoder(list[LayerInfo]).decode
 _environments = msgspec.msgpack.Decoder(list[EnvironmentInfo]).decode
+_snapshots = msgspec.msgpack.Decoder(list[SnapshotInfo]).decode
 _progress = msgspec.json.Decoder(Progress).decode
 _LINES = "application/x-ndjson"
 _SILENCE = 60.0  # the server sends an empty line long before
@@ -297,3 +300,22 @@ async def _follow(response: Response, on_progress: OnProgress | None, kind: type
     if result is None:
         raise BuildFailed("the build ended without a result")
     return result
+
+
+class Snapshots:
+    """Copies of the files of sandboxes."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def list(self, sandbox: str | None = None) -> SnapshotInfos:
+        """All of them, or those of one sandbox, newest first."""
+        return _snapshots((await self._api.exchange("GET", "/v1/snapshots" + query({"sandbox": sandbox})))[1])
+
+    async def get(self, id: str) -> SnapshotInfo:
+        """One, by its id."""
+        return await self._api.call("GET", path("snapshots", id), SnapshotInfo)
+
+    async def remove(self, id: str) -> SnapshotInfo:
+        """Forget one. Sandboxes that were made of it are not touched."""
+        return await self._api.call("DELETE", path("snapshots", id), SnapshotInfo)

@@ -13,11 +13,25 @@ import msgspec
 
 from libdsec.api import path
 from libdsec.command import Command, make_spec, run, start
-from libdsec.errors import InvalidRequest, SandboxEnded, SessionBusy, SessionExists, SessionNotFound
+from libdsec.errors import InvalidRequest, SandboxEnded, SessionBusy, SessionExists, SessionNotFound, from_body
 from libdsec.files import Files
 from libdsec.result import ExecResult
 from libdsec.stream import Callback, CommandStream
-from libdsec.wire import CommandInfo, LeaseRequest, PackRequest, PackResult, PtySize, SandboxInfo, SessionInfo, SessionSpec, Usage
+from libdsec.wire import (
+    BatchItem,
+    CommandInfo,
+    ForkRequest,
+    LeaseRequest,
+    PackRequest,
+    PackResult,
+    PtySize,
+    SandboxInfo,
+    SessionInfo,
+    SessionSpec,
+    SnapshotInfo,
+    SnapshotRequest,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from libdsec.api import Api
@@ -25,6 +39,7 @@ if TYPE_CHECKING:
 _commands = msgspec.msgpack.Decoder(list[CommandInfo]).decode
 _sessions = msgspec.msgpack.Decoder(list[SessionInfo]).decode
 _KEEP = msgspec.UNSET
+_items = msgspec.msgpack.Decoder(list[BatchItem]).decode
 
 
 class Sandbox:
@@ -279,6 +294,37 @@ class Sandbox:
         if info.deadline is None or info.deadline >= time.time() + seconds:
             return info
         return await self.set_lifetime(max_lifetime=seconds)
+
+    async def snapshot(self, name: str | None = None, *, labels: Mapping[str, str] | None = None) -> SnapshotInfo:
+        """Copy its files as they are at one instant; `client.restore(info.id)` makes a sandbox that begins with them. It runs on."""
+        body = SnapshotRequest(name=name, labels=dict(labels or {}))
+        return await self._api.call("POST", f"{self._path}/snapshots", SnapshotInfo, body=body, timeout=300.0)
+
+    async def fork(
+        self,
+        n: int = 1,
+        *,
+        labels: Mapping[str, str] | None = None,
+        max_lifetime: float | None = None,
+        idle_timeout: float | msgspec.UnsetType | None = _KEEP,
+        idempotency_key: str | None = None,
+    ) -> list[Sandbox]:
+        """`n` new sandboxes that begin with the files that this one has at one instant: all of them or, when one fails, none.
+
+        Processes are not copied; the host name and the machine id are their own.
+        """
+        body = ForkRequest(
+            n=n, labels=dict(labels or {}), max_lifetime=max_lifetime, idle_timeout=idle_timeout,
+            idempotency_key=idempotency_key or secrets.token_hex(16),
+        )  # fmt: skip
+        _, data = await self._api.exchange("POST", f"{self._path}/fork", body=body, safe=True, timeout=300.0)
+        items = _items(data)
+        made = [Sandbox(self._api, item.sandbox) for item in items if item.sandbox is not None]
+        failed = next((item.error for item in items if item.error is not None), None)
+        if failed is not None:
+            await asyncio.gather(*(child.stop() for child in made), return_exceptions=True)
+            raise from_body(failed.code, failed.message, failed.details)
+        return made
 
     async def pack_diff(
         self,

@@ -28,7 +28,7 @@ from libdsec.args import DSecContainerRunArgs
 from libdsec.client import Infos, Made, RawResponse
 from libdsec.command import Input
 from libdsec.files import FileInfos
-from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress
+from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
 from libdsec.portal import Portal
 from libdsec.result import Event, ExecResult
 from libdsec.sources import Source
@@ -45,6 +45,7 @@ from libdsec.wire import (
     PackResult,
     SandboxInfo,
     SessionInfo,
+    SnapshotInfo,
     UnpackResult,
     Usage,
     VersionInfo,
@@ -422,6 +423,21 @@ class SyncSandbox(_Wrapper):
         """Let it live for at least `seconds` from now. A later deadline, or none, is kept."""
         return self._portal.run(self._inner.extend(seconds))
 
+    def snapshot(self, name: str | None = None, *, labels: Mapping[str, str] | None = None) -> SnapshotInfo:
+        """Copy its files as they are at one instant; `client.restore(info.id)` makes a sandbox that begins with them. It runs on."""
+        return self._portal.run(self._inner.snapshot(name, labels=labels))
+
+    def fork(
+        self, n: int = 1, *, labels: Mapping[str, str] | None = None, max_lifetime: float | None = None,
+        idle_timeout: float | msgspec.UnsetType | None = _KEEP, idempotency_key: str | None = None,
+    ) -> list[SyncSandbox]:
+        """`n` new sandboxes that begin with the files that this one has at one instant: all of them or, when one fails, none.
+
+        Processes are not copied; the host name and the machine id are their own.
+        """
+        made: list[SyncSandbox] = _wrap(self._portal, self._portal.run(self._inner.fork(n, labels=labels, max_lifetime=max_lifetime, idle_timeout=idle_timeout, idempotency_key=idempotency_key)))
+        return made
+
     def pack_diff(
         self, name: str, *, tag: str = "latest", scrub: Sequence[str] = ("cache", "history", "credential"), drop: Sequence[str] = (),
         timeout: float = 3600.0,
@@ -554,6 +570,24 @@ class SyncImages(_Wrapper):
         return self._portal.run(self._inner.build(name, directory, dockerfile=dockerfile, target=target, args=args, on_progress=self._portal.callback(on_progress)))
 
 
+class SyncSnapshots(_Wrapper):
+    """Copies of the files of sandboxes."""
+
+    _inner: _images.Snapshots
+
+    def list(self, sandbox: str | None = None) -> SnapshotInfos:
+        """All of them, or those of one sandbox, newest first."""
+        return self._portal.run(self._inner.list(sandbox))
+
+    def get(self, id: str) -> SnapshotInfo:
+        """One, by its id."""
+        return self._portal.run(self._inner.get(id))
+
+    def remove(self, id: str) -> SnapshotInfo:
+        """Forget one. Sandboxes that were made of it are not touched."""
+        return self._portal.run(self._inner.remove(id))
+
+
 class SyncDSecClient(_Wrapper):
     """A connection to a node, for any number of calls at once. One event loop at a time.
 
@@ -586,6 +620,12 @@ class SyncDSecClient(_Wrapper):
     def images(self) -> SyncImages:
         """As in `DSecClient`."""
         made: SyncImages = _wrap(self._portal, self._inner.images)
+        return made
+
+    @property
+    def snapshots(self) -> SyncSnapshots:
+        """As in `DSecClient`."""
+        made: SyncSnapshots = _wrap(self._portal, self._inner.snapshots)
         return made
 
     def __init__(
@@ -627,6 +667,15 @@ class SyncDSecClient(_Wrapper):
         the sandbox that may still come into being is stopped in the background; with a key it is kept for the repeated call.
         """
         made: SyncSandbox = _wrap(self._portal, self._portal.run(self._inner.run_container(args, timeout, idempotency_key=idempotency_key, capacity_wait=capacity_wait)))
+        return made
+
+    def restore(
+        self, snapshot: str, timeout: float | None = 120, *, name: str | None = None, labels: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None, max_lifetime: float | None = None, ttl_running_stop: float | None = 300,
+        idempotency_key: str | None = None,
+    ) -> SyncSandbox:
+        """Create a sandbox that begins with the files of a snapshot, with the limits, user and ENV of the sandbox that it was taken of."""
+        made: SyncSandbox = _wrap(self._portal, self._portal.run(self._inner.restore(snapshot, timeout, name=name, labels=labels, env=env, max_lifetime=max_lifetime, ttl_running_stop=ttl_running_stop, idempotency_key=idempotency_key)))
         return made
 
     def run_many(
@@ -686,7 +735,7 @@ class SyncDSecClient(_Wrapper):
         return self._portal.run(self._inner.raw_response(method, path, json=json, content=content, headers=headers, params=params))
 
 
-_KINDS: dict[type, Any] = {_stream.CommandStream: SyncCommandStream, _command.Command: SyncCommand, _sandbox.Session: SyncSession, _files.Files: SyncFiles, _sandbox.Sandbox: SyncSandbox, _images.Layers: SyncLayers, _images.Environments: SyncEnvironments, _images.Images: SyncImages, _client.DSecClient: SyncDSecClient}
+_KINDS: dict[type, Any] = {_stream.CommandStream: SyncCommandStream, _command.Command: SyncCommand, _sandbox.Session: SyncSession, _files.Files: SyncFiles, _sandbox.Sandbox: SyncSandbox, _images.Layers: SyncLayers, _images.Environments: SyncEnvironments, _images.Images: SyncImages, _images.Snapshots: SyncSnapshots, _client.DSecClient: SyncDSecClient}
 
 
 CommandStream = SyncCommandStream
@@ -697,4 +746,5 @@ Sandbox = SyncSandbox
 Layers = SyncLayers
 Environments = SyncEnvironments
 Images = SyncImages
+Snapshots = SyncSnapshots
 DSecClient = SyncDSecClient

@@ -83,10 +83,12 @@ class Limits(Model):
 
 
 class SandboxSpec(Model):
-    """What to create. `image`: an environment `name[:tag]`, a layer name or a digest `sha256:...`; or `layers` names layers, base first."""
+    """What to create. `image`: an environment `name[:tag]`, a layer name or a digest `sha256:...`; or `layers` names layers, base first; or
+    `snapshot` is the id of one."""
 
     image: str | None = None
     layers: list[str] | None = None
+    snapshot: str | None = None
     backend: str = "container"
     limits: Limits = msgspec.field(default_factory=Limits)
     disk: str = "default"  # "default": the node's quota medium; "memory": tmpfs, charged to the memory limit
@@ -107,6 +109,38 @@ class BatchRequest(Model):
     spec: SandboxSpec
     n: int
     idempotency_key: str | None = None
+
+
+class SnapshotRequest(Model):
+    """Copy the writable layer of a running sandbox as it is at one instant."""
+
+    name: str | None = None
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class ForkRequest(Model):
+    """Make `n` sandboxes that begin with the files of a running one. Limits, user, ENV and labels are the same; `labels` are added."""
+
+    n: int = 1
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    max_lifetime: float | None = None  # seconds after creation; None: never
+    idle_timeout: float | msgspec.UnsetType | None = msgspec.UNSET  # absent: as it has; null: never
+    idempotency_key: str | None = None  # covers each child as `<key>-<i>`
+
+
+class SnapshotInfo(Reply):
+    """A snapshot. `sandbox`: of which it was made."""
+
+    id: str
+    name: str | None
+    sandbox: str
+    created_at: float
+    labels: dict[str, str]
+    layers: list[str]
+    image: str | None
+    user: str
+    workdir: str
+    limits: Limits
 
 
 class SandboxInfo(Reply):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dsec.apiserver.app import Parts
 from dsec.apiserver.request import Request
 from libdsec.errors import InvalidRequest
-from libdsec.wire import API_VERSION, BatchRequest, LeaseRequest, PackRequest, SandboxSpec, VersionInfo
+from libdsec.wire import API_VERSION, BatchRequest, ForkRequest, LeaseRequest, PackRequest, SandboxSpec, SnapshotRequest, VersionInfo
 
 _STATES = ("creating", "running", "ended", "all")
 
@@ -50,6 +50,28 @@ async def stop(parts: Parts, request: Request) -> None:
 async def lease(parts: Parts, request: Request) -> None:
     change: LeaseRequest = request.body
     await request.reply(await parts.edge.lease(request.path["id"], change))
+
+
+async def snapshot(parts: Parts, request: Request) -> None:
+    wanted: SnapshotRequest = request.body
+    await request.reply(await parts.edge.snapshot(request.path["id"], wanted), 201)
+
+
+async def fork(parts: Parts, request: Request) -> None:
+    wanted: ForkRequest = request.body
+    await request.reply(await parts.edge.fork(request.path["id"], wanted))
+
+
+async def snapshots(parts: Parts, request: Request) -> None:
+    await request.reply(parts.edge.list_snapshots(request.text("sandbox")))
+
+
+async def get_snapshot(parts: Parts, request: Request) -> None:
+    await request.reply(parts.edge.get_snapshot(request.path["snapshot"]))
+
+
+async def remove_snapshot(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.remove_snapshot(request.path["snapshot"]))
 
 
 async def pack(parts: Parts, request: Request) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsec.edge import journal as lines
 from dsec.edge import records, wire
@@ -30,6 +30,10 @@ _GONE = ConnectionLost("the sandbox has ended")  # for connections that nobody w
 _RECONNECT = 1.0  # seconds in which a supervisor whose connection broke must answer again
 
 
+if TYPE_CHECKING:
+    from dsec.edge.snapshots import Snapshot
+
+
 class Core:
     """State of one edge. `Operations` and `Edge` build on it."""
 
@@ -41,6 +45,9 @@ class Core:
         self.journal = Journal(config.journal)
         self.table = Table(config.prefix)
         self.backends: dict[str, Backend] = {}
+        self.snapshots: dict[str, Snapshot] = {}
+        self.passing: dict[str, Snapshot] = {}  # under way, and those of forks, which nobody else sees
+        self.foreign_volumes: set[str] = set()  # of snapshots that a newer edge made
         self.closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
 

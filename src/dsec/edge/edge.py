@@ -26,6 +26,7 @@ from dsec.edge.filesystem import Files
 from dsec.edge.lifecycle import PREFIX_LENGTH, SLOT_SIZE, Sandbox, Table, random_text
 from dsec.edge.packing import Packing
 from dsec.edge.recovery import Recovery
+from dsec.edge.snapshots import Snapshots
 from dsec.edge.specs import check_key, check_labels, check_lifetime, check_spec
 from dsec.edge.supervisor import ConnectionLost
 from libdsec.errors import DSecError, InvalidRequest, SandboxEnded, Unavailable, Unsupported
@@ -34,6 +35,7 @@ from libdsec.wire import (
     BatchRequest,
     Cause,
     ErrorBody,
+    ForkRequest,
     LeaseRequest,
     Limits,
     NodeInfo,
@@ -49,7 +51,7 @@ _STOP = {cause: wire.text(wire.T_CAUSE, cause.value) for cause in Cause}
 _LATER = ("fncall", "microvm", "vm")  # backends by name that this node does not have
 
 
-class Edge(Recovery, Packing, Files):
+class Edge(Recovery, Snapshots, Packing, Files):
     """One edge. `start` before anything else, `close` at the end."""
 
     def __init__(self, config: EdgeConfig, images: ImageResolver) -> None:
@@ -76,6 +78,7 @@ class Edge(Recovery, Packing, Files):
             damaged=lambda: float(sum(bool(s.damage) for s in self.table.live())),
         )
         try:
+            self.load_snapshots()
             await self.recover(lines.load(config.journal))
             await self.look_at_disk()
         except lines.JournalError as error:
@@ -87,7 +90,7 @@ class Edge(Recovery, Packing, Files):
 
     def make_backends(self, prefix: str) -> dict[str, Backend]:
         """The backends of this node, by name."""
-        return {"container": Container(self.config, prefix, self.survivor, self.counters.launcher_restarts.inc)}
+        return {"container": Container(self.config, prefix, self.survivor, self.counters.launcher_restarts.inc, self.kept_volumes)}
 
     async def close(self, stop_sandboxes: bool) -> None:
         """Stop admitting; stop the sandboxes or leave them running for the next edge; let go of everything else."""
@@ -165,6 +168,21 @@ class Edge(Recovery, Packing, Files):
         await asyncio.gather(*(worker() for _ in range(min(_BATCH, batch.n))))
         return [item for item in items if item is not None]
 
+    async def fork(self, sandbox_id: str, request: ForkRequest) -> list[BatchItem]:
+        """`n` sandboxes that begin with the files of this one as they are at one instant. Those that a key made already are given again."""
+        key = request.idempotency_key
+        if key is not None:
+            check_key(key)
+            known = [self.table.made_by(f"{key}-{i}") for i in range(request.n)]
+            if found := [sandbox for sandbox in known if sandbox is not None]:
+                await asyncio.gather(*(asyncio.shield(sandbox.ready) for sandbox in found), return_exceptions=True)
+                return [BatchItem(sandbox=sandbox.info()) for sandbox in found]
+        made, spec = await self.begin_fork(sandbox_id, request)
+        try:
+            return await self.create_many(BatchRequest(spec=spec, n=request.n, idempotency_key=key))
+        finally:
+            await self.end_fork(made)
+
     async def _create(self, spec: SandboxSpec, key: str | None, request_id: str | None) -> Sandbox:
         if self.closing:
             raise Unavailable("the edge is stopping")
@@ -197,14 +215,17 @@ class Edge(Recovery, Packing, Files):
         memory_disk = spec.disk == "memory"
         if memory_disk:
             require(backend, "memory_disk", "disk=memory")
-        limits = resolve_limits(_or(spec.limits, self.images.limits(spec.image)), self.config, self.admission.disk, memory_disk)
+        source = None if spec.snapshot is None else self.source(spec.snapshot)
+        if source is not None:
+            require(backend, "snapshot", "a sandbox of a snapshot")
+        defaults = self.images.limits(spec.image) if source is None else source.limits
+        limits = resolve_limits(_or(spec.limits, defaults), self.config, self.admission.disk, memory_disk)
         if spec.name is not None:
             self.table.check_name(spec.name)
         warnings = self.admission.admit(len(self.table), limits, memory_disk)
         sandbox_id = self.table.free_id()
-        sandbox = Sandbox(
-            sandbox_id, spec, limits, self.table.take_slot(), self.config.run_of(sandbox_id), self.config.state_of(sandbox_id)
-        )
+        slot = self.table.take_slot() if source is None else self.table.hold_slot(source.slot)
+        sandbox = Sandbox(sandbox_id, spec, limits, slot, self.config.run_of(sandbox_id), self.config.state_of(sandbox_id))
         sandbox.key, sandbox.warnings = key, warnings
         lifetime = spec.max_lifetime if spec.max_lifetime is not None else self.config.max_lifetime
         sandbox.deadline = None if lifetime is None else sandbox.created_at + lifetime
@@ -216,7 +237,7 @@ class Edge(Recovery, Packing, Files):
         """From a place in the table to a running sandbox, or to nothing at all."""
         spec = sandbox.spec
         try:
-            image = await self.images.resolve(spec.image, spec.layers)
+            image = await self.resolve(spec)
             async with self._creating:
                 if sandbox.stopping is not None:
                     raise _cancelled(sandbox)
@@ -257,6 +278,7 @@ class Edge(Recovery, Packing, Files):
             id=sandbox.id,
             hostname=spec.hostname or spec.name or sandbox.id,
             layers=image.layers,
+            volume=spec.snapshot,
             env={**image.env, **spec.env} if image.env else spec.env,
             user=sandbox.user,
             workdir=sandbox.workdir,

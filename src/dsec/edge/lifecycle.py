@@ -16,6 +16,7 @@ from libdsec.wire import Cause, Health, Limits, SandboxInfo, SandboxSpec, State
 
 SLOT_SIZE = 65536
 MAX_SLOTS = 32768
+MOST_HOLDERS = 255  # of one slot
 PREFIX_LENGTH = 4
 ID_LENGTH = 20
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz0123456789"
@@ -199,7 +200,7 @@ class Table:
         self._ended: OrderedDict[str, Sandbox] = OrderedDict()  # oldest end first
         self._names: dict[str, Sandbox] = {}
         self._keys: dict[str, Sandbox] = {}
-        self._slots = bytearray(MAX_SLOTS)
+        self._slots = bytearray(MAX_SLOTS)  # how many hold each
         self._lowest = 0  # no slot below this is free
 
     def __len__(self) -> int:
@@ -235,6 +236,10 @@ class Table:
             raise IdempotencyConflict(f"idempotency key {key!r} was used for another request", key=key, sandbox=sandbox.id)
         return sandbox
 
+    def made_by(self, key: str) -> Sandbox | None:
+        """The sandbox that a key made."""
+        return self._keys.get(key)
+
     def free_id(self) -> str:
         """A new id: the prefix and 16 random characters."""
         return self.prefix + random_text(ID_LENGTH - PREFIX_LENGTH)
@@ -254,6 +259,19 @@ class Table:
         self._lowest = slot + 1
         return slot
 
+    def hold_slot(self, slot: int) -> int:
+        """A slot that others may hold, too: copies of a sandbox are owned by the same uids. ResourceExhausted."""
+        if self._slots[slot] == MOST_HOLDERS:
+            raise ResourceExhausted(f"{MOST_HOLDERS} sandboxes and snapshots come from one sandbox", resource="uids")
+        self._slots[slot] += 1
+        return slot
+
+    def release_slot(self, slot: int) -> None:
+        """One holder less."""
+        self._slots[slot] -= 1
+        if not self._slots[slot]:
+            self._lowest = min(self._lowest, slot)
+
     def add(self, sandbox: Sandbox) -> None:
         """Enter a sandbox whose name was checked and whose slot was taken."""
         self._all[sandbox.id] = sandbox
@@ -263,7 +281,6 @@ class Table:
             self._ended[sandbox.id] = sandbox
             return
         self._live[sandbox.id] = sandbox
-        self._slots[sandbox.slot] = 1
         if sandbox.name is not None:
             self._names[sandbox.name] = sandbox
 
@@ -297,7 +314,6 @@ class Table:
         if not sandbox.reserved:
             return
         sandbox.reserved = False
-        self._slots[sandbox.slot] = 0
-        self._lowest = min(self._lowest, sandbox.slot)
+        self.release_slot(sandbox.slot)
         if sandbox.name is not None and self._names.get(sandbox.name) is sandbox:
             del self._names[sandbox.name]

@@ -33,7 +33,10 @@ class Recovery(Core):
         """Bring the table to what the journal says and the node shows."""
         config = self.config
         for sandbox_id, entry in entries.items():
-            self.table.add(Sandbox.restored(entry, config.run_of(sandbox_id), config.state_of(sandbox_id)))
+            sandbox = Sandbox.restored(entry, config.run_of(sandbox_id), config.state_of(sandbox_id))
+            if sandbox.reserved:
+                self.table.hold_slot(sandbox.slot)
+            self.table.add(sandbox)
         self._drop_tombstones()
         self.journal.open(self.history())
         live = self.table.live()

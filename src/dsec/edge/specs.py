@@ -20,8 +20,10 @@ _MAX_LIFETIME = 10 * 366 * 86400.0
 
 def check_spec(spec: SandboxSpec) -> None:
     """InvalidRequest or Unsupported for what no sandbox can be."""
-    if (spec.image is None) == (not spec.layers):
-        raise InvalidRequest("exactly one of image and layers must be given", field="image")
+    if (spec.image is not None) + bool(spec.layers) + (spec.snapshot is not None) != 1:
+        raise InvalidRequest("exactly one of image, layers and snapshot must be given", field="image")
+    if spec.snapshot is not None and spec.disk != "default":
+        raise InvalidRequest("a sandbox of a snapshot lies on the default disk", field="disk")
     if spec.disk not in ("default", "memory"):
         raise InvalidRequest(f"disk is {spec.disk!r}, must be 'default' or 'memory'", field="disk")
     for name, value in (("max_lifetime", spec.max_lifetime), ("idle_timeout", spec.idle_timeout)):

@@ -124,6 +124,7 @@ T_SHM_BYTES: Final = 51
 T_USERNS: Final = 52
 T_CGROUP: Final = 53
 T_FEATURES: Final = 54
+T_VOLUME: Final = 55
 T_COMMAND: Final = 64
 T_ARG: Final = 65
 T_SHELL: Final = 66

@@ -71,6 +71,7 @@ class StartSpec:
     id: str
     hostname: str
     layers: Sequence[Layer]  # base first
+    volume: str | None  # the snapshot that the writable layer begins as
     env: Mapping[str, str]
     user: str
     workdir: str

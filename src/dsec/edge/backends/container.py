@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from dsec.edge import wire
@@ -37,12 +37,21 @@ class Container:
 
     name = "container"
     capabilities = capabilities(
-        "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "pack_diff",
-        "trusted_supervisor",
-    )
+        "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "fork", "snapshot",
+        "pack_diff", "trusted_supervisor",
+    )  # fmt: skip
 
-    def __init__(self, config: EdgeConfig, prefix: str, survivor: Callable[[], int | None], on_restart: Callable[[], None]) -> None:
-        """`survivor`: pid of a supervisor that lives now, for a launcher that has to join its mounts; `on_restart`: a launcher died."""
+    def __init__(
+        self,
+        config: EdgeConfig,
+        prefix: str,
+        survivor: Callable[[], int | None],
+        on_restart: Callable[[], None],
+        kept: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`survivor`: pid of a supervisor that lives now, for a launcher that has to join its mounts; `on_restart`: a launcher died;
+        `kept`: volumes of the medium that are not sandboxes' own and shall stay."""
+        self._kept = kept
         self._config = config
         self.cgroup = f"dsec-{prefix}"
         self._survivor = survivor
@@ -176,7 +185,8 @@ class Container:
                 disk = shutil.disk_usage(self._config.state_dir)
                 size = min(64 * _GIB, max(4 * _GIB, disk.free // 4))
         mkfs = shutil.which("mkfs.btrfs", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") or "/usr/sbin/mkfs.btrfs"
-        return wire.text(wire.T_PATH, str(path)) + wire.u64(wire.T_SIZE, size // MIB * MIB) + wire.text(wire.T_NAME, mkfs)
+        kept = b"".join(wire.text(wire.T_ID, name) for name in self._kept())
+        return wire.text(wire.T_PATH, str(path)) + wire.u64(wire.T_SIZE, size // MIB * MIB) + wire.text(wire.T_NAME, mkfs) + kept
 
     async def _mount(self, launcher: Launcher, layer: Layer) -> None:
         mounted = self._mounted.get(layer.digest)
@@ -213,6 +223,8 @@ class Container:
             wire.text(wire.T_STATE_DIR, spec.state_dir),
         ]
         parts.extend(wire.text(wire.T_LAYER, layer_name(layer.digest)) for layer in reversed(spec.layers))  # topmost first
+        if spec.volume is not None:
+            parts.append(wire.text(wire.T_VOLUME, spec.volume))
         if spec.env:
             parts.append(env_fields(spec.env))
         return b"".join(parts)

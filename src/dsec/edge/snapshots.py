@@ -1,0 +1,207 @@
+"""Snapshots: copies of writable layers that stay on the medium, sandboxes that begin as one, and forks.
+
+A snapshot is a volume `snap-...` on the medium and a file `STATE/snapshots/<id>.json` that says what it lies on. The file is written when
+the volume is there: a volume without a file is nobody's and goes at the next start.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+
+import msgspec
+
+from dsec.edge import wire
+from dsec.edge.backends.base import require
+from dsec.edge.core import Core
+from dsec.edge.lifecycle import Sandbox, random_text
+from dsec.edge.specs import check_labels
+from dsec.images.model import ResolvedImage
+from libdsec.errors import InvalidRequest, LayerNotFound, SnapshotNotFound
+from libdsec.wire import ForkRequest, Limits, SandboxSpec, SnapshotInfo, SnapshotRequest
+
+log = logging.getLogger("dsec.edge")
+VERSION = 1
+MOST_FORKS = 100
+
+
+class Snapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is needed to make a sandbox of it."""
+
+    v: int
+    id: str  # also the volume's name
+    name: str | None
+    sandbox: str
+    at: float
+    labels: dict[str, str]
+    layers: list[str]
+    image: str | None
+    user: str
+    workdir: str
+    env: dict[str, str]
+    slot: int  # whose uids own its files
+    limits: Limits
+
+    def info(self) -> SnapshotInfo:
+        """As listings show it."""
+        return SnapshotInfo(
+            id=self.id, name=self.name, sandbox=self.sandbox, created_at=self.at, labels=self.labels, layers=self.layers, image=self.image,
+            user=self.user, workdir=self.workdir, limits=self.limits,
+        )  # fmt: skip
+
+
+_DECODER = msgspec.json.Decoder(Snapshot)
+
+
+class Snapshots(Core):
+    """See the module's text."""
+
+    def load_snapshots(self) -> None:
+        """What an earlier edge kept. Before the backends open: they remove what `kept_volumes` does not name."""
+        self._directory = self.config.state_dir / "snapshots"
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        for path in sorted(self._directory.iterdir()):
+            if path.suffix != ".json":
+                path.unlink()  # a write that a crash cut off
+                continue
+            try:
+                found = _DECODER.decode(path.read_bytes())
+            except msgspec.MsgspecError as error:
+                log.error("%s is no snapshot: %s", path, error)
+                continue
+            if found.v != VERSION:
+                log.error("snapshot %s has version %d; this edge knows %d", found.id, found.v, VERSION)
+                self.foreign_volumes.add(found.id)
+                continue
+            self.table.hold_slot(found.slot)
+            with contextlib.suppress(LayerNotFound):  # said when it is used
+                self.images.pin(found.layers, found.id)
+            self.snapshots[found.id] = found
+
+    def kept_volumes(self) -> list[str]:
+        """Names on the medium that belong to somebody, beside the sandboxes' own."""
+        return [*self.snapshots, *self.passing, *self.foreign_volumes]
+
+    async def snapshot(self, sandbox_id: str, request: SnapshotRequest) -> SnapshotInfo:
+        """Copy the writable layer as it is at one instant. The sandbox runs on."""
+        sandbox = self.live(sandbox_id)
+        require(self.backends[sandbox.backend], "snapshot", f"a snapshot of sandbox {sandbox.id}")
+        check_labels(request.labels)
+        if request.name is not None and not 0 < len(request.name) <= 255:
+            raise InvalidRequest("a snapshot's name has 1 to 255 characters", field="name")
+        made = await self._copy(sandbox, f"snap-{random_text(16)}", request.name, request.labels)
+        path = self._directory / f"{made.id}.json"
+        try:
+            await asyncio.to_thread(_write, path, msgspec.json.encode(made))
+        except OSError as error:
+            await self._let_go(made)
+            raise InvalidRequest(f"the snapshot cannot be recorded: {error.strerror}") from error
+        self.snapshots[made.id] = made
+        self.passing.pop(made.id)
+        return made.info()
+
+    async def _copy(self, sandbox: Sandbox, volume: str, name: str | None, labels: dict[str, str]) -> Snapshot:
+        """Take it; it is in `passing` afterwards, and holds its uids and layers."""
+        await self.reach(sandbox)
+        image_env = await self._image_env(sandbox)
+        made = Snapshot(
+            v=VERSION, id=volume, name=name, sandbox=sandbox.id, at=time.time(), labels=dict(labels), layers=list(sandbox.layers),
+            image=sandbox.image, user=sandbox.user, workdir=sandbox.workdir, env={**image_env, **sandbox.spec.env}, slot=sandbox.slot,
+            limits=sandbox.limits,
+        )  # fmt: skip
+        self.passing[volume] = made
+        self.table.hold_slot(made.slot)
+        self.images.pin(made.layers, volume)
+        try:
+            await self.call(sandbox, wire.F_SNAPSHOT, wire.text(wire.T_NAME, volume), again=False)
+        except BaseException:
+            await self._let_go(made)
+            raise
+        return made
+
+    async def _image_env(self, sandbox: Sandbox) -> dict[str, str]:
+        """ENV of the sandbox's image, while that name still stands for the same layers; of a sandbox made of a snapshot, the snapshot's."""
+        if sandbox.spec.snapshot is not None:
+            source = self.snapshots.get(sandbox.spec.snapshot)
+            return dict(source.env) if source is not None else {}
+        try:
+            image = await self.images.resolve(sandbox.spec.image, sandbox.spec.layers)
+        except LayerNotFound:
+            return {}
+        return dict(image.env) if [layer.digest for layer in image.layers] == sandbox.layers else {}
+
+    async def _let_go(self, made: Snapshot) -> None:
+        self.passing.pop(made.id, None)
+        self.table.release_slot(made.slot)
+        self.images.unpin(made.id)
+        for backend in self.backends.values():
+            if backend.capabilities.get("snapshot"):
+                await asyncio.shield(backend.drop_snapshot(made.id))
+
+    def get_snapshot(self, snapshot_id: str) -> SnapshotInfo:
+        """One. SnapshotNotFound."""
+        return self.source(snapshot_id).info()
+
+    def list_snapshots(self, sandbox: str | None = None) -> list[SnapshotInfo]:
+        """All, or those of one sandbox, newest first."""
+        found = [made.info() for made in self.snapshots.values() if sandbox is None or made.sandbox == sandbox]
+        return sorted(found, key=lambda info: info.created_at, reverse=True)
+
+    async def remove_snapshot(self, snapshot_id: str) -> SnapshotInfo:
+        """Forget it; sandboxes that were made of it are not touched."""
+        made = self.snapshots.pop(snapshot_id, None)
+        if made is None:
+            raise SnapshotNotFound(f"no snapshot {snapshot_id}", snapshot=snapshot_id)
+        (self._directory / f"{made.id}.json").unlink(missing_ok=True)
+        await self._let_go(made)
+        return made.info()
+
+    # sandboxes made of one --------------------------------------------------------------------------------------------------------
+
+    def source(self, snapshot_id: str) -> Snapshot:
+        """The snapshot that a sandbox begins as. SnapshotNotFound."""
+        found = self.snapshots.get(snapshot_id) or self.passing.get(snapshot_id)
+        if found is None:
+            raise SnapshotNotFound(f"no snapshot {snapshot_id}", snapshot=snapshot_id)
+        return found
+
+    async def resolve(self, spec: SandboxSpec) -> ResolvedImage:
+        """Layers and defaults of what a sandbox shall be made of."""
+        if spec.snapshot is None:
+            return await self.images.resolve(spec.image, spec.layers)
+        source = self.source(spec.snapshot)
+        image = await self.images.resolve(None, source.layers)
+        return ResolvedImage(source.image, image.layers, source.env, source.user, source.workdir)
+
+    async def begin_fork(self, sandbox_id: str, request: ForkRequest) -> tuple[Snapshot, SandboxSpec]:
+        """A passing copy of a sandbox, and what a child of it is asked to be. `end_fork` afterwards."""
+        sandbox = self.live(sandbox_id)
+        require(self.backends[sandbox.backend], "fork", f"a fork of sandbox {sandbox.id}")
+        if not 1 <= request.n <= MOST_FORKS:
+            raise InvalidRequest(f"n is {request.n}, must be 1 to {MOST_FORKS}", field="n")
+        check_labels(request.labels)
+        made = await self._copy(sandbox, f"{sandbox.id}.f{random_text(8)}", None, {})
+        spec = msgspec.structs.replace(
+            sandbox.spec, image=None, layers=None, snapshot=made.id, name=None, hostname=None, labels={**sandbox.labels, **request.labels},
+            limits=sandbox.limits, max_lifetime=request.max_lifetime,
+            idle_timeout=sandbox.idle_timeout if request.idle_timeout is msgspec.UNSET else request.idle_timeout,
+        )  # fmt: skip
+        return made, spec
+
+    async def end_fork(self, made: Snapshot) -> None:
+        """The children have their own copies."""
+        await self._let_go(made)
+
+
+def _write(path: os.PathLike[str], data: bytes) -> None:
+    """Whole or not at all, and on the disk."""
+    fresh = f"{os.fspath(path)}.new"
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(fresh, path)
