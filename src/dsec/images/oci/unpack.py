@@ -29,6 +29,8 @@ from libdsec.errors import LayerInvalid
 
 WHITEOUT, AUFS, OPAQUE = b".wh.", b".wh..wh.", b".wh..wh..opq"
 OPAQUE_MARK = b"trusted.overlay.opaque"
+SPARSE_LEAST = 1 << 20
+_ZERO = bytes(64 << 10)
 OVERLAY_XATTRS = (b"trusted.overlay.", b"user.overlay.")  # nobody but the overlay file system has these
 
 
@@ -108,6 +110,7 @@ class Plan:
     hidden: set[bytes] = field(default_factory=set)  # whiteouts
     opaque: set[bytes] = field(default_factory=set)
     implied: set[bytes] = field(default_factory=set)  # directories of what is in the archive
+    sparse: bool = False  # a large file is mostly zeros, whether the archive says so or not
 
     def covers(self, name: bytes) -> bool:
         """Whether nothing of the layers below shows at this name."""
@@ -124,9 +127,12 @@ def plan(reader: TarReader, caps: Caps) -> Plan:
     """Read the archive and note what counts: of several entries of one name the last."""
     made = Plan()
     linked: set[bytes] = set()
-    number = 0
+    number = size = 0
     while (entry := reader.next()) is not None:
         number += 1
+        size += entry.size
+        if size > caps.bytes:
+            raise LayerInvalid(f"the archive holds more than {caps.bytes} bytes (at {show(entry.name)})")
         if number > caps.entries:
             raise LayerInvalid(f"the archive has more than {caps.entries} entries (at {show(entry.name)})")
         name = clean(entry.name, "tar entry")
@@ -144,11 +150,21 @@ def plan(reader: TarReader, caps: Caps) -> Plan:
                 raise LayerInvalid(f"tar entry {show(entry.name)} appears again after a hard link to it")
             if entry.kind == HARDLINK:
                 linked.add(clean(entry.link, f"tar entry {show(entry.name)}: link target"))
+            if entry.kind == REGULAR and entry.size >= SPARSE_LEAST and not made.sparse:
+                made.sparse = reader.sparse or _zeros(reader) > entry.size // 2
             made.last[name], made.kinds[name] = number, entry.kind
             while directory and directory not in made.implied:
                 made.implied.add(directory)
                 directory = directory.rpartition(b"/")[0]
     return made
+
+
+def _zeros(reader: TarReader) -> int:
+    """Bytes of the current member in parts that are all zero."""
+    found = 0
+    while data := reader.payload(len(_ZERO)):
+        found += len(data) if data == _ZERO[: len(data)] else 0
+    return found
 
 
 def _special(name: bytes) -> tuple[bytes, bytes, bool]:
@@ -180,7 +196,6 @@ class LayerMembers:
         self._stream = self._members()
         self._way = Way(lower, lambda name: name in self._emitted or name in made.kinds, made.covers)
         self._used = False
-        self.sparse = False
 
     @property
     def depends(self) -> bool:
@@ -225,7 +240,6 @@ class LayerMembers:
                 self._mark(entry, name)
             elif entry.kind == HARDLINK:
                 yield from self._link(entry, given)
-            self.sparse = self.sparse or self._reader.sparse
             self._own = False
             yield entry
 
@@ -304,9 +318,9 @@ def unpack(blob: Blob, lower: Lower, output: Path, mkfs: Path, caps: Caps, repor
         blob.check(stream, section)
         reader, stream, section = blob.members(file, caps)
         members = LayerMembers(reader, made, lower)
-        result = pack(members, output, mkfs, prefix="/", caps=caps, report=report, devices=True)
+        result = pack(members, output, mkfs, prefix="/", caps=caps, report=report, devices=True, chunked=made.sparse)
         blob.check(stream, section)
-    return {**result, "depends": members.depends, "sparse": members.sparse}
+    return {**result, "depends": members.depends}
 
 
 def _check_raw(blob: Blob) -> None:
