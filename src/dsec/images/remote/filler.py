@@ -301,7 +301,7 @@ class Filler:
     def _readahead(self, blob: Blob, chunks: range) -> None:
         """A reader that goes on where the last one ended gets the next chunks before it asks."""
         last, self._last[blob.digest] = self._last.get(blob.digest, -2), chunks[-1]
-        if chunks[0] - last not in (0, 1) or self._over() or not self._room():
+        if chunks[0] - last != 1 or self._over() or not self._room():
             return
         for index in range(chunks[-1] + 1, min(chunks[-1] + 1 + READAHEAD, len(blob.have))):
             if not blob.have[index]:
