@@ -18,6 +18,7 @@
 #define QUEUE_MAX (4u << 20)           // bytes that wait for one connection; one that reads nothing is closed here
 #define GRACE_NS 100000000ull          // after a command's process ended, so long we wait for whoever holds its pipes
 #define SESSION_GRACE_NS 300000000ull  // after a timeout in a session, so long its shell may take to come back
+#define TRACED_NS 100000000ull         // a tracer has so long to look at its dead tracee, which cannot be reaped before
 #define STDIN_MAX (512u << 10)         // whole stdin given with EXEC
 #define ID_SIZE 32                     // command ids and session names, NUL included
 #define MS 1000000ull
@@ -150,6 +151,7 @@ struct command {
   pid_t pid;
   struct conn *feeder;                 // a connection whose STDIN frame waits
   uint64_t started, timeout_ns, deadline, grace, oom_before, pids_before; // CLOCK_MONOTONIC; counters at its start
+  uint64_t traced;                     // when to look again for whoever keeps its process from dying, 0: not at all
   int disk_seen, eof_in, draining;     // disk was full while it ran; close stdin when the feeder is done; in command_drain
   struct sub *subs;
   struct session *session;
@@ -219,6 +221,7 @@ int group_make(const char *name, struct fault *f);         // directory descript
 void group_kill(const char *name);                         // "": the sandbox's own, with all below
 void group_signal(const char *name, int signal, const int32_t *except, size_t n); // every process but these (sorted)
 size_t group_pids(const char *name, int32_t *pids, size_t cap); // sorted
+void tracers_kill(pid_t pid);                              // whoever inside traces it, and whoever traces them
 void group_drop(const char *name);                         // remove it, now or when it is empty
 int groups_sweep(void);                                    // how many are still there
 void groups_end(void);

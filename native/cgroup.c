@@ -12,6 +12,8 @@
 #include <unistd.h>
 #include "util.h"
 
+#define SOCKETS_LEAST (8u << 20)         // bytes that the sockets of a small sandbox may hold
+
 static const char *const controller[CG_COUNT] = {"memory", "pids", "cpu"};
 
 static int has_word(const char *list, const char *word, char separator) {
@@ -87,11 +89,15 @@ static int limit(int dir, const char *file, const char *text, struct fault *f) {
 static int limits(struct sandbox *s, struct fault *f) {
   const struct spec *c = &s->spec;
   const struct box *b = s->box;
-  char text[64];
+  char text[64], sockets[32];
   if (c->memory_bytes) {
     snprintf(text, sizeof text, "%llu", (unsigned long long)c->memory_bytes);
     if (b->v1[CG_MEMORY] >= 0) {
       if (limit(b->v1[CG_MEMORY], "memory.limit_in_bytes", text, f)) return -1;
+      // v1 counts what sockets hold apart, and only if it is limited
+      snprintf(sockets, sizeof sockets, "%llu", (unsigned long long)(c->memory_bytes / 4 > SOCKETS_LEAST ? c->memory_bytes / 4 : SOCKETS_LEAST));
+      if (write_at(b->v1[CG_MEMORY], "memory.kmem.tcp.limit_in_bytes", sockets) && errno != ENOENT)
+        return fault_host(f, errno, "write %s to the cgroup's memory.kmem.tcp.limit_in_bytes", sockets);
       // absent where the kernel does not account swap
       if (write_at(b->v1[CG_MEMORY], "memory.memsw.limit_in_bytes", text) && errno != ENOENT)
         return fault_host(f, errno, "write %s to the cgroup's memory.memsw.limit_in_bytes", text);

@@ -165,7 +165,11 @@ void command_kill(struct command *cmd, int verdict) {
     case C_RUNNING:
       if (!cmd->verdict) cmd->verdict = (uint8_t)verdict;
       if (cmd->session) session_kill(cmd, verdict);
-      else if (command_group(cmd, name)) group_kill(name);
+      else if (command_group(cmd, name)) {
+        group_kill(name);
+        cmd->traced = A.now + TRACED_NS;                 // should it not die of that
+        timer_want(cmd->traced);
+      }
       break;
     default:                           // its process has ended: whatever it left behind
       if (command_group(cmd, name)) group_kill(name);
@@ -207,7 +211,13 @@ static void on_process(struct source *src, uint32_t events) {
     if (errno == EINTR) return;
     cmd->verdict = END_LOST;           // nobody else reaps our children; if it happens we say that we do not know
     cmd->forced = 1;
-  } else if (!info.si_pid) return;
+  } else if (!info.si_pid) {           // a tracer inside holds it
+    if (cmd->traced) tracers_kill(cmd->pid);
+    cmd->traced = A.now + TRACED_NS;
+    timer_want(cmd->traced);
+    loop_want(src, 0);
+    return;
+  }
   loop_close(src);
   if (info.si_code != CLD_EXITED && info.si_status == SIGKILL && !cmd->verdict && !A.ending && init_dying()) {
     cmd->verdict = END_LOST;
@@ -348,6 +358,11 @@ uint64_t commands_tick(void) {
       exec_tick(cmd);
       if (A.now + START_LOOK_MS * MS < next) next = A.now + START_LOOK_MS * MS;
       if (cmd->state != C_RUNNING || !exec_starting(cmd)) continue;
+    }
+    if (cmd->traced && cmd->process.fd >= 0) {
+      if (A.now >= cmd->traced) on_process(&cmd->process, 0);
+      if (cmd->state != C_RUNNING) continue;
+      if (cmd->traced < next) next = cmd->traced;
     }
     if (cmd->deadline != NEVER) {
       if (A.now >= cmd->deadline) {

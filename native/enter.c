@@ -161,24 +161,36 @@ static int lift(int *fd, struct fault *f) {
   return fault_set(f, "internal", errno, "move a descriptor");
 }
 
-// Moves the descriptors to their places; all others close at exec, or now when our own code runs. status and pids stay open until then.
+// Closes everything from `from` on but `kept`, in ascending order.
+static int close_others(unsigned from, const int *kept, int n) {
+  for (int i = 0; i <= n; i++) {
+    unsigned to = i < n ? (unsigned)kept[i] : ~0u;
+    if (to > from && close_range(from, i < n ? to - 1 : to, 0)) return -1;
+    from = to + 1;
+  }
+  return 0;
+}
+
+// Moves the descriptors to their places and closes all others: a program's process must not have any of aether's, not even until exec,
+// for a path that an agent planted may lead through its own /proc/self/fd. status and pids are closed by the exec.
 static int descriptors(const struct sandbox *s, const struct entry *x, int *status, int *pids, struct fault *f) {
-  int from[4] = {x->in, x->out, x->err, x->ctl}, to[4] = {0, 1, 2, x->ctl_as}, n = x->ctl >= 0 ? 4 : 3;
-  if (lift(status, f) || (x->ctl >= 0 && lift(pids, f))) return -1;
+  int from[4] = {x->in, x->out, x->err, x->ctl}, to[4] = {0, 1, 2, x->ctl_as}, n = x->ctl >= 0 ? 4 : 3, kept[4], k = 0;
+  if (lift(status, f) || lift(pids, f)) return -1;
   for (int i = 0; i < n; i++) {        // none may be overwritten before it was moved
     if (from[i] < 0) from[i] = s->box->null;
     if (lift(&from[i], f)) return -1;
   }
-  if (!x->run && close_range(3, ~0u, CLOSE_RANGE_CLOEXEC)) return fault_set(f, "internal", errno, "close the descriptors");
   for (int i = 0; i < n; i++)
     if (dup2(from[i], to[i]) < 0) return fault_set(f, "internal", errno, "place descriptor %d", to[i]);
-  if (!x->run) return 0;
-  int low = *status < x->keep ? *status : x->keep, high = *status < x->keep ? x->keep : *status;
-  if (low < 3) low = 2;                // nothing is kept but the status pipe
-  if ((low > 3 && close_range(3, (unsigned)low - 1, 0)) || (high > low + 1 && close_range((unsigned)low + 1, (unsigned)high - 1, 0)) ||
-      close_range((unsigned)high + 1, ~0u, 0))
-    return fault_set(f, "internal", errno, "close the descriptors");
-  return 0;
+  if (n == 4) kept[k++] = x->ctl_as;
+  const int others[] = {*status, *pids, x->run ? x->keep : -1};
+  for (unsigned i = 0; i < sizeof others / sizeof *others; i++) {
+    if (others[i] < 3) continue;
+    int at = k++;
+    for (; at && kept[at - 1] > others[i]; at--) kept[at] = kept[at - 1];
+    kept[at] = others[i];
+  }
+  return close_others(3, kept, k) ? fault_set(f, "internal", errno, "close the descriptors") : 0;
 }
 
 static int limits(const struct sandbox *s, struct fault *f) {
@@ -229,6 +241,7 @@ static void __attribute__((noreturn)) first(struct sandbox *s, const struct entr
   sigprocmask(SIG_SETMASK, &none, NULL);
   memset(node.title, 0, node.title_size);                // what /proc inside would show of us until exec
   memcpy(node.title, "exec", 5);
+  prctl(PR_SET_MM, PR_SET_MM_ARG_END, node.title + 5, 0, 0);
   prctl(PR_SET_NAME, "exec", 0, 0, 0);
   const char *user = x->user && *x->user ? x->user : s->spec.user;
   if (account_find(s->box->root, user, s->userns_fd >= 0, &a, &f)) give_fault(status, &f);

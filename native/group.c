@@ -102,6 +102,35 @@ size_t group_pids(const char *name, int32_t *pids, size_t cap) {
   return l.n;
 }
 
+static int is_inside(pid_t pid) {
+  char path[48], text[4096], mine[ID_SIZE + 4];
+  snprintf(path, sizeof path, "/proc/%d/cgroup", pid);
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+  if (fd >= 0) close(fd);
+  if (n <= 0) return 0;
+  text[n] = 0;
+  snprintf(mine, sizeof mine, "/%.31s", A.s->spec.id);
+  for (char *p = strstr(text, mine); p; p = strstr(p + 1, mine))
+    if (p[strlen(mine)] == '\n' || p[strlen(mine)] == '/') return 1;
+  return 0;
+}
+
+void tracers_kill(pid_t pid) {
+  for (int i = 0; i < 16 && pid > 0; i++) {
+    char path[48], text[4096];
+    snprintf(path, sizeof path, "/proc/%d/status", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (n <= 0) return;
+    text[n] = 0;
+    char *line = strstr(text, "\nTracerPid:\t");
+    pid = line ? (pid_t)atoi(line + 12) : 0;
+    if (pid > 0 && is_inside(pid)) kill(pid, SIGKILL);
+  }
+}
+
 void group_drop(const char *name) {
   if (!unlinkat(A.s->cgroup_fd, name, AT_REMOVEDIR) || errno == ENOENT) return;
   struct old *o = malloc(sizeof *o);

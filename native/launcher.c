@@ -15,6 +15,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include "loader.h"
@@ -97,6 +98,12 @@ static int null_streams(struct fault *f) {
   return bad ? fault_host(f, errno, "open /dev/null") : 0;
 }
 
+// What our starter ignored would be ignored by every program inside. libc keeps two signals from its callers, so it is not asked.
+static void default_signals(void) {
+  const struct { void *handler; unsigned long flags; void *restorer; uint64_t mask; } none = {0};
+  for (int n = 1; n <= 64; n++) syscall(SYS_rt_sigaction, n, &none, NULL, sizeof none.mask);
+}
+
 static int prepare(const char *filter, pid_t join, char **argv, struct fault *f) {
   struct rlimit files;
   if (run_sealed(argv, f) || prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)) return fault_host(f, errno, "become undumpable");
@@ -113,6 +120,7 @@ static int prepare(const char *filter, pid_t join, char **argv, struct fault *f)
   node.masks = masks_present();
   if (join) medium_open();             // absent when the earlier launcher had none
   fcntl(CONTROL, F_SETFD, FD_CLOEXEC);
+  default_signals();
   signal(SIGCHLD, SIG_IGN);
   signal(SIGPIPE, SIG_IGN);
   node.loader = loader_start(f);

@@ -24,6 +24,7 @@ static const char *const masked[] = {"kcore", "keys", "timer_list", "kpagecount"
                                      "config.gz", "latency_stats", "sched_debug", "interrupts"};
 static const char *const hidden[] = {"scsi", "acpi", "asound"};
 static const char *const readonly[] = {"sys", "bus", "fs", "irq"};
+#define TERMINALS "64"                 // of one sandbox: the host has some thousands for all
 #define COUNT(a) (sizeof(a) / sizeof *(a))
 
 unsigned masks_present(void) {
@@ -241,7 +242,7 @@ static int proc(const struct sandbox *s, struct fault *f) {
 static int terminals(const struct sandbox *s, struct fault *f) {
   char gid[16];
   snprintf(gid, sizeof gid, "%u", s->spec.uid_base + 5);
-  const char *const options[] = {"source", "devpts", "newinstance", NULL, "ptmxmode", "0666", "mode", "0620", "gid", gid, NULL};
+  const char *const options[] = {"source", "devpts", "newinstance", NULL, "ptmxmode", "0666", "mode", "0620", "gid", gid, "max", TERMINALS, NULL};
   int fd = fs_mount("devpts", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC);
   if (fd < 0) return fault_host(f, errno, "make the terminals of %s", s->spec.id);
   int bad = attach(fd, "/dev/pts");

@@ -44,6 +44,7 @@ struct session {
   int32_t *before;                     // processes that were there when the command began, the shell included
   size_t nbefore;
   uint64_t kill_at, lost_at;           // 0: no kill under way
+  uint64_t traced;                     // as of a command
 };
 
 static struct session *sessions;
@@ -120,7 +121,7 @@ static void shell_gone(struct session *z, int code, int status) {
   loop_close(&z->script);
   drop_pending(z);
   z->pid = 0;
-  z->kill_at = z->lost_at = 0;
+  z->kill_at = z->lost_at = z->traced = 0;
   z->current = z->last = NULL;
   for (int i = 0; i < 2; i++) {
     struct channel *ch = z->chan[i];
@@ -170,7 +171,13 @@ static void on_shell(struct source *src, uint32_t events) {
     if (errno == EINTR) return;
     info.si_code = CLD_KILLED;
     info.si_status = SIGKILL;
-  } else if (!info.si_pid) return;
+  } else if (!info.si_pid) {           // a tracer inside holds it
+    if (z->traced) tracers_kill(z->pid);
+    z->traced = A.now + TRACED_NS;
+    timer_want(z->traced);
+    loop_want(src, 0);
+    return;
+  }
   loop_close(src);
   if (info.si_code != CLD_EXITED && info.si_status == SIGKILL && !z->killed && !A.ending && init_dying()) init_died();
   shell_gone(z, info.si_code, info.si_status);
@@ -379,12 +386,21 @@ void session_signal(struct command *cmd, int signal) {
 
 uint64_t sessions_tick(void) {
   uint64_t due = NEVER;
-  for (struct session *z = sessions; z; z = z->next) {
+  for (struct session *z = sessions, *after; z; z = after) {
+    after = z->next;
+    if (z->traced && z->shell.fd >= 0) {
+      uint64_t at = z->traced;
+      if (A.now >= at) on_shell(&z->shell, 0);           // which may free it
+      else if (at < due) due = at;
+      if (A.now >= at) continue;
+    }
     if (!z->kill_at) continue;
     if (A.now >= z->lost_at) {         // the shell itself does not come back
       z->killed = 1;
       group_kill(group_of(z));
+      z->traced = A.now + TRACED_NS;
       z->kill_at = z->lost_at = A.now + 1000 * MS;
+      timer_want(z->traced);
     } else if (A.now >= z->kill_at) {
       group_signal(group_of(z), SIGKILL, z->before, z->nbefore);
       z->kill_at = A.now + RETRY_NS;

@@ -31,8 +31,8 @@ read write openat close mmap munmap mprotect brk fork vfork execve execveat exit
 epoll_wait epoll_pwait2 futex rseq set_robust_list getrandom statx newfstatat getdents64 renameat2 fallocate copy_file_range
 sendfile splice bind connect accept4 listen sendmsg recvmsg socketpair shutdown eventfd2 signalfd4 timerfd_create inotify_init1
 inotify_add_watch memfd_create ptrace process_vm_readv landlock_create_ruleset seccomp prctl capget capset chroot chown setuid
-setgroups kill tgkill pidfd_open pidfd_send_signal sched_setaffinity setpriority prlimit64 getrlimit sysinfo uname io_setup
-io_submit io_getevents mlock membarrier close_range openat2 faccessat2 fchmodat2 cachestat flock fsync sync_file_range setxattr
+setgroups kill tgkill pidfd_open pidfd_send_signal sched_setaffinity setpriority prlimit64 getrlimit sysinfo uname
+mlock membarrier close_range openat2 faccessat2 fchmodat2 cachestat flock fsync sync_file_range setxattr
 getxattr utimensat symlinkat linkat unlinkat umask nanosleep clock_nanosleep shmget semget msgget mq_open
 """.split()
 

@@ -20,6 +20,8 @@ from libdsec.wire import ErrorBody
 KEEP_ALIVE = 75  # seconds that an idle connection is kept; clients let go earlier
 HEAD_TIME = 30.0  # seconds for the head of a request
 HEAD_MAX = 64 << 10
+HEADER_COST = 64  # what a header counts beside its bytes: it is an object here
+PIPELINE_MAX = 16  # requests that wait for their turn on one connection
 BACKLOG = 4096
 _WRITE_HIGH = 512 << 10  # bytes waiting for a slow client before its stream waits
 
@@ -41,6 +43,8 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head = 0
+        if len(self.pipeline) >= PIPELINE_MAX:
+            raise ValueError("too many requests at once on one connection")
         if self._timer is None:
             self._arm()
         super().on_message_begin()
@@ -50,7 +54,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
+        self._count(len(name) + len(value) + HEADER_COST)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

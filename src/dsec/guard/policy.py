@@ -19,7 +19,7 @@ ALLOWED = frozenset(
 
     poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_wait epoll_wait_old epoll_pwait epoll_pwait2
     eventfd eventfd2 signalfd signalfd4 timerfd_create timerfd_settime timerfd_gettime inotify_init inotify_init1 inotify_add_watch
-    inotify_rm_watch io_setup io_submit io_cancel io_getevents io_pgetevents io_destroy fanotify_mark
+    inotify_rm_watch fanotify_mark
 
     mmap munmap mprotect mremap msync mincore madvise brk mlock mlock2 mlockall munlock munlockall remap_file_pages
     memfd_create memfd_secret pkey_alloc pkey_free pkey_mprotect membarrier map_shadow_stack mseal
