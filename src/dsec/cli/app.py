@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli import copying, environments, images, layers, machine, packing, sandboxes
+from dsec.cli import copying, environments, images, layers, machine, packing, sandboxes, snapshots
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -42,7 +42,9 @@ app.command("kill")(sandboxes.kill)
 app.command("stop")(sandboxes.stop)
 app.command("cp")(copying.cp)
 app.command("pack")(packing.pack)
+app.command("fork")(snapshots.fork)
 app.add_typer(images.app, name="image")
 app.add_typer(layers.app, name="layer")
 app.add_typer(environments.app, name="env")
+app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(machine.config_app, name="config")

@@ -1,0 +1,85 @@
+"""snapshot create, ls, rm, restore; fork."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsec.cli import common
+
+if TYPE_CHECKING:
+    from libdsec import DSecClient, Sandbox
+    from libdsec.wire import SnapshotInfo
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Copies of the files of sandboxes.")
+
+
+@app.command("create")
+def create(
+    sandbox: Annotated[str, common.SANDBOX],
+    name: Annotated[str | None, typer.Option(help="For people; snapshots are known by their ids.")] = None,
+    label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE")] = [],  # noqa: B006 - typer reads it
+) -> None:
+    """Copy the files of a running sandbox as they are at one instant. It runs on."""
+
+    async def work(client: DSecClient) -> SnapshotInfo:
+        return await (await common.find(client, sandbox)).snapshot(name, labels=common.pairs(label, "--label"))
+
+    print(common.call(work).id)
+
+
+@app.command("ls")
+def ls(
+    sandbox: Annotated[str | None, typer.Option(help="Only of this sandbox.")] = None,
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """All snapshots, newest first."""
+
+    async def work(client: DSecClient) -> list[SnapshotInfo]:
+        return list(await client.snapshots.list(sandbox))
+
+    infos = common.call(work)
+    if as_json:
+        common.show_json(infos)
+    else:
+        rows = ((i.id, i.name or "-", i.sandbox, i.image or f"{len(i.layers)} layers", common.age(i.created_at)) for i in infos)
+        common.show_table(("id", "name", "sandbox", "image", "age"), rows)
+
+
+@app.command("rm")
+def rm(snapshot: Annotated[list[str], typer.Argument(help="Ids.")]) -> None:
+    """Forget snapshots; sandboxes that were made of them are not touched."""
+
+    async def work(client: DSecClient) -> None:
+        for one in snapshot:
+            print((await client.snapshots.remove(one)).id)
+
+    common.call(work)
+
+
+@app.command("restore")
+def restore(
+    snapshot: Annotated[str, typer.Argument(help="Id of a snapshot.")],
+    name: Annotated[str | None, typer.Option(help="A name that no other live sandbox has.")] = None,
+    idle: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="Stop when idle for so long.  [default: never]")] = None,
+) -> None:
+    """Make a sandbox that begins with the files of a snapshot, and print its id."""
+
+    async def work(client: DSecClient) -> Sandbox:
+        return await client.restore(snapshot, name=name, ttl_running_stop=idle)
+
+    print(common.call(work).id)
+
+
+def fork(
+    sandbox: Annotated[str, common.SANDBOX],
+    n: Annotated[int, typer.Option("-n", help="How many.")] = 1,
+    label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE", help="Beside those that it has.")] = [],  # noqa: B006
+) -> None:
+    """Make sandboxes that begin with the files of a running one, and print their ids. Processes are not copied."""
+
+    async def work(client: DSecClient) -> list[Sandbox]:
+        return await (await common.find(client, sandbox)).fork(n, labels=common.pairs(label, "--label"))
+
+    for child in common.call(work):
+        print(child.id)
