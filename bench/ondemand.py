@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,6 @@ from tests.harness import Node, start_node
 
 from bench.common import Bench
 from dsec.images.remote.service import RemoteSettings
-from dsec.images.remote.stores import open_store
 from dsec.images.service import Images, last
 from libdsec import DSecClient, DSecContainerRunArgs
 
@@ -217,8 +217,8 @@ class Arm:
                     await self._bring(client, number, name)
                     await client.environments.create(name.replace("/", "-"), ["busybox", name])
                     self.ready[key].set_result(None)
-                except BaseException as error:
-                    self.ready[key].set_exception(error)
+                except BaseException:
+                    self.ready[key].cancel()
                     raise
             await self.ready[key]
             box = await client.run_container(DSecContainerRunArgs(container_image=name, memory_limit_mb=256))
@@ -231,12 +231,16 @@ class Arm:
         if self.name in ("demand", "ahead"):
             await last(self.images[number].pull_layer(name, lazy=True))
         elif self.name == "cold":
-            content = await open_store(self.url).get(f"archives/{name}.tar.gz")
             archive = self.home / f"{number}-{name}.tar.gz"
-            await asyncio.to_thread(archive.write_bytes, content)
-            self.archives += len(content)
+            await asyncio.to_thread(_download, f"{self.url.partition('endpoint=')[2]}/bench/archives/{name}.tar.gz", archive)
+            self.archives += archive.stat().st_size
             await client.layers.upload(name, archive)
             archive.unlink()
+
+
+def _download(url: str, to: Path) -> None:
+    with urllib.request.urlopen(url) as source, to.open("wb") as file:
+        shutil.copyfileobj(source, file, 1 << 20)
 
 
 def _archive(tree: Path, archive: Path) -> None:

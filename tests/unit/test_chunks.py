@@ -4,6 +4,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,6 +204,26 @@ def test_a_blob_in_use_is_not_emptied(tmp_path: Path) -> None:
     assert blob.empty() and blob.bytes == 0 and not any(blob.have)
     blob.close()
     assert (blob.directory / "data").stat().st_size == len(content)
+
+
+def test_who_opens_a_blob_that_is_being_emptied_waits(tmp_path: Path) -> None:
+    """The kernel tells the one who empties by a signal, whose default is death."""
+    blob = made(tmp_path, bytes(8 * BLOCK))
+    blob.close()
+    program = f"""
+import fcntl, os, subprocess, sys, time
+from pathlib import Path
+from dsec.images.remote import blobs
+blobs.ignore_lease_signal()
+blob = blobs.Blob(Path({str(blob.directory)!r}))
+fcntl.fcntl(blob.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+other = subprocess.Popen(["cat", blob.directory / "data"], stdout=subprocess.DEVNULL)
+time.sleep(0.5)
+waited = other.poll() is None
+fcntl.fcntl(blob.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+sys.exit(0 if waited and other.wait(10) == 0 else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0
 
 
 def test_creating_twice_is_creating_once(tmp_path: Path) -> None:

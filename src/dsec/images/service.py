@@ -27,7 +27,7 @@ from dsec.images.oci.importer import Importer
 from dsec.images.oci.reference import parse
 from dsec.images.oci.registry import Registry
 from dsec.images.oci.source import Source as ImageSource
-from dsec.images.remote import exchange
+from dsec.images.remote import blobs, exchange
 from dsec.images.remote.service import Remote, RemoteSettings
 from dsec.images.store import LayerStore
 from dsec.images.tarstream import Caps, clean
@@ -250,6 +250,7 @@ class Images:
     async def verify(self, reference: str) -> LayerInfo:
         """Read the image file and compare its digest; a bad one is marked and refused from now on."""
         digest = self._digest(reference)
+        blobs.ignore_lease_signal()
         try:
             await asyncio.to_thread(self._store.check, digest)
         except LayerInvalid as error:

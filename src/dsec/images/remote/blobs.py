@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -79,6 +80,11 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def ignore_lease_signal() -> None:
+    """Who opens a file that is just being emptied waits for that; the signal that tells of it would end this process. Main thread only."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
 def sweep(root: Path) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from dsec.images.remote import blobs
 from dsec.images.remote.blobs import Blob, root_of
 from dsec.images.remote.fetch import ChunkBad, Counters, Event, Fetcher
 from dsec.images.remote.stores import open_store
@@ -415,6 +416,7 @@ def main() -> int:
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two a layer in use
+    blobs.ignore_lease_signal()
     filler = Filler(settings)
     asyncio.run(filler.run())
     return 0
