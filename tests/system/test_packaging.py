@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.harness import _free_port, _seed
+from tests.harness import _free_port, seed_layers
 
 from dsec.edge import wire
 
@@ -145,7 +145,7 @@ def test_node_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     """Installed, started, used, uninstalled: nothing is left."""
     state, run_dir = tmp_path / "state", tmp_path / "run"
     state.mkdir()
-    _seed(state)
+    seed_layers(state)
     port = str(_free_port())
     env = environment(
         DSEC_STATE=str(state), DSEC_RUN=str(run_dir), DSEC_LISTEN=f"127.0.0.1:{port}", DSEC_URL=f"http://127.0.0.1:{port}",
