@@ -1,6 +1,7 @@
 """Images in files: layouts and saved archives, whiteouts and everything else that must survive, compared with what buildah itself shows."""
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import json
@@ -353,3 +354,42 @@ async def test_a_broken_layer_leaves_the_others_for_the_next_time(images: Images
     path.write_bytes(whole)
     assert len((await load(images, tmp_path / "layout"))["layers"]) == 2
     assert (await last(images.fsck()))["damaged"] == {}
+
+
+CRASH = """
+import asyncio, sys
+from pathlib import Path
+from dsec.images.service import Images
+async def main():
+    async for line in Images(sys.argv[1]).import_image(Path(sys.argv[2])):
+        if line.message.startswith("layer 2 of 2: reading"):
+            print("ready", flush=True)
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_import_leaves_whole_layers_and_nothing_else(tmp_path: Path) -> None:
+    state, large = tmp_path / "state", os.urandom(48 << 20)
+    write_layout(tmp_path / "layout", Image([tar_of(("small", b"s")), tar_of(("large", large))]))
+    command = [sys.executable, "-c", CRASH, str(state), str(tmp_path / "layout")]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert child.stdout and child.stdout.readline() == b"ready\n"
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    for _ in range(100):
+        if str(state) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
+            break
+        await asyncio.sleep(0.05)
+    else:
+        pytest.fail("a process of the killed import lives on")
+    images = Images(state)
+    try:
+        assert list((state / "tmp").iterdir()) == []
+        assert len(await images.list()) == 1 and await images.list_environments() == []
+        checked = await last(images.fsck())
+        assert len(checked["ok"]) == 1 and not checked["damaged"] and not checked["orphans_removed"]
+        made = await load(images, tmp_path / "layout")
+        assert seen(images, made, tmp_path)["large"]["size"] == len(large)
+    finally:
+        images.close()

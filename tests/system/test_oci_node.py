@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.harness import BASES
 from tests.registry import PASSWORD, USER, Fault, Image, Registry, tar_of
 from tests.system.test_oci_files import write_layout
 
@@ -84,3 +87,31 @@ async def test_an_environments_limits_are_those_of_sandboxes_that_ask_for_none(c
         assert (box.info.limits.memory_mb, box.info.limits.pids) == (96, 33) and (await box.usage()).memory_limit == 96 << 20
     async with await client.run_container(DSecContainerRunArgs(container_image="limited", memory_limit_mb=128)) as box:
         assert (box.info.limits.memory_mb, box.info.limits.pids) == (128, 33)
+
+
+@pytest.mark.slow
+async def test_a_debian_image_of_buildah_runs(client: DSecClient, python_image: str, tmp_path: Path) -> None:
+    """A whole Debian system with python3, made of this machine's packages, through another tool and back."""
+    if shutil.which("buildah") is None:
+        pytest.skip("buildah: not installed")
+    store = ["buildah", "--root", str(tmp_path / "store"), "--runroot", str(tmp_path / "run"), "--storage-driver", "vfs"]
+
+    def buildah(*args: str) -> str:
+        return subprocess.run([*store, *args], check=True, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}).stdout.strip()
+
+    base = BASES / "layers" / "sha256" / f"{(await client.layers.get(python_image)).digest[7:]}.erofs"
+    container = buildah("from", "scratch")
+    root = buildah("mount", container)
+    copy = f"mkdir {tmp_path}/base && mount -t erofs -o ro {base} {tmp_path}/base && cp -a {tmp_path}/base/. {root}/"
+    subprocess.run(["unshare", "--mount", "sh", "-c", copy], check=True)
+    shutil.rmtree(Path(root) / "usr/share/doc")
+    buildah("config", "--workingdir", "/srv", "--env", "PYTHONUNBUFFERED=1", container)
+    buildah("commit", "--quiet", container, "deb")
+    buildah("push", "--quiet", "deb", f"docker-archive:{tmp_path / 'deb.tar'}:deb:1")
+    buildah("rm", "--all")
+    shutil.rmtree(tmp_path / "store")
+    info = await client.images.load(tmp_path / "deb.tar")
+    assert info.name == "deb:1" and info.env["PYTHONUNBUFFERED"] == "1"
+    async with await client.run_container(DSecContainerRunArgs(container_image="deb:1")) as box:
+        result = await box.run_shell("python3 -c 'import json, ssl; print(json.dumps(1))' && dpkg --audit && ls -l /usr/bin/passwd && ls /usr/share/doc 2>&1 | head -1")
+        assert result.exit_code == 0 and result.stdout.startswith(b"1\n-rwsr-xr-x"), result.stdout + result.stderr

@@ -17,16 +17,11 @@ from typing import Any
 
 import msgspec
 
-from dsec.images import diffs, gc
+from dsec.images import diffs, gc, whole
 from dsec.images.build import Build, Origin, Source, debian_source, directory_source
 from dsec.images.catalog import Catalog
-from dsec.images.dockerfile.builder import Builder, Runner
+from dsec.images.dockerfile.builder import Runner
 from dsec.images.model import DIGEST, KINDS, MAX_LAYERS, DiffOrigin, Layer, ResolvedImage, check_name, split_reference
-from dsec.images.oci.archive import FileSource, chunks, is_plain, receive
-from dsec.images.oci.importer import Importer
-from dsec.images.oci.reference import parse
-from dsec.images.oci.registry import Registry
-from dsec.images.oci.source import Source as ImageSource
 from dsec.images.remote import blobs, exchange
 from dsec.images.remote.service import Remote, RemoteSettings
 from dsec.images.store import LayerStore
@@ -380,44 +375,24 @@ class Images:
 
     # --------------------------------------------------------------------------------------------------------------------- whole images
 
-    async def pull(self, request: ImagePull) -> AsyncGenerator[Progress, None]:
+    def pull(self, request: ImagePull) -> AsyncGenerator[Progress, None]:
         """Bring an image from a registry; the last line's `result` is its EnvironmentInfo. docs/oci.md."""
-        reference = parse(request.reference)
-        source = Registry(reference, request.username, request.password, plain_http=request.plain_http)
-        async with contextlib.aclosing(source):
-            async for line in self._import(lambda work: source, request.platform, request.name, reference.short):
-                yield line
+        return whole.pull(self, request)
 
-    async def import_image(
+    def import_image(
         self, origin: Path | AsyncIterator[bytes], name: str | None = None, image: str | None = None, platform: str = "linux/amd64"
     ) -> AsyncGenerator[Progress, None]:
         """Make an environment of an OCI layout (a directory or a tar) or a `docker save` archive, of this node or uploaded.
 
         `image`: which one, where there are several.
         """
-        if isinstance(origin, Path) and (_absolute(str(origin), "path").is_dir() or await asyncio.to_thread(is_plain, origin)):
-            async for line in self._import(lambda work: FileSource(origin, image), platform, name, "image"):
-                yield line
-            return
-        work = await asyncio.to_thread(self._store.open_workspace)
-        try:
-            upload = work.path / "image.tar"
-            await receive(chunks(origin) if isinstance(origin, Path) else origin, upload, self.caps.bytes)
-            async for line in self._import(lambda work: FileSource(upload, image), platform, name, "image"):
-                yield line
-        finally:
-            await asyncio.shield(asyncio.to_thread(work.close))
+        return whole.load(self, origin, name, image, platform)
 
-    async def _import(
-        self, origin: Callable[[Path], ImageSource], platform: str, name: str | None, fallback: str
+    def build_image(
+        self, context: AsyncIterator[bytes], runner: Runner, name: str, *, dockerfile: str, target: str | None, args: dict[str, str]
     ) -> AsyncGenerator[Progress, None]:
-        work = await asyncio.to_thread(self._store.open_workspace)
-        try:
-            async with contextlib.aclosing(Importer(self, work.path).run(origin(work.path), platform, name, fallback)) as lines:
-                async for line in lines:
-                    yield line
-        finally:
-            await asyncio.shield(asyncio.to_thread(work.close))
+        """Build a Dockerfile of a context, an uploaded tar; the last line's `result` is the EnvironmentInfo. docs/oci.md."""
+        return whole.build(self, context, runner, name, dockerfile=dockerfile, target=target, args=args)
 
     # ------------------------------------------------------------------------------------------------------------- layers in a store
 
@@ -460,21 +435,6 @@ class Images:
     def pull_layer(self, reference: str, *, lazy: bool, name: str | None = None) -> AsyncGenerator[Progress, None]:
         """Pull a layer and what is below it from the store."""
         return exchange.pull(self, self.remote, reference, lazy=lazy, name=name)
-
-    async def build_image(
-        self, context: AsyncIterator[bytes], runner: Runner, name: str, *, dockerfile: str, target: str | None, args: dict[str, str]
-    ) -> AsyncGenerator[Progress, None]:
-        """Build a Dockerfile of a context, an uploaded tar; the last line's `result` is the EnvironmentInfo. docs/oci.md."""
-        work = await asyncio.to_thread(self._store.open_workspace)
-        try:
-            path = work.path / "context.tar"
-            await receive(context, path, self.caps.bytes)
-            builder = await asyncio.to_thread(Builder, self, runner, path, args)
-            async with contextlib.aclosing(builder.run(name, dockerfile, target)) as lines:
-                async for line in lines:
-                    yield line
-        finally:
-            await asyncio.shield(asyncio.to_thread(work.close))
 
     def check_pack(self, request: PackRequest) -> None:
         """Whether a diff can be packed as asked. InvalidRequest."""

@@ -189,7 +189,9 @@ class FileSource:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether a file can be read where it is: a tar without compression."""
+    """Whether an image can be read where it is: a directory, or a tar without compression."""
+    if path.is_dir():
+        return True
     try:
         with path.open("rb") as file:
             head = file.read(264)
