@@ -214,10 +214,14 @@ class Blob:
         with self._lock:
             if not self._unrecorded:
                 return
-            self._unrecorded = set()
+            seen, self._unrecorded = self._unrecorded, set()
             there = bytearray(self.have)
-            os.fdatasync(self.fd)
-            self._write_bits(there)
+            try:
+                os.fdatasync(self.fd)
+                self._write_bits(there)
+            except OSError:
+                self._unrecorded |= seen
+                raise
             if all(there):
                 (self.directory / "complete").touch()
                 _sync_directory(self.directory)

@@ -201,25 +201,35 @@ class Filler:
         told = Counters()
         while True:
             await asyncio.sleep(RECORD_EVERY)
-            changed, self._changed = self._changed, set()
-            for digest in changed:
-                blob = self.blobs.get(digest)
-                if blob is not None:
-                    await asyncio.to_thread(blob.record)
-                    if blob.complete:
-                        self._unmark(blob)
-            for digest, when in list(self._touched.items()):
-                if digest in self.blobs and time.monotonic() - when < 2 * RECORD_EVERY:
-                    self.blobs[digest].used()
-            for key, recorder in list(self._recorders.items()):
-                if recorder.over():
-                    del self._recorders[key]
-                    await self.traces.publish(recorder)
-            self._survey()
-            self._bound()
+            try:
+                await self._record()
+                self._survey()
+                self._bound()
+            except OSError as error:  # a full disk, say: what is not recorded is fetched again after a restart
+                self.tell(Event("record_failed", "", f"what is on this node cannot be recorded: {error}"))
             if self.counters != told:
                 told = msgspec.structs.replace(self.counters)
                 self.say(Line(counters=told, cache_bytes=self._allocated()))
+
+    async def _record(self) -> None:
+        for digest in list(self._changed):
+            self._changed.discard(digest)
+            blob = self.blobs.get(digest)
+            if blob is not None:
+                try:
+                    await asyncio.to_thread(blob.record)
+                except OSError:
+                    self._changed.add(digest)
+                    raise
+                if blob.complete:
+                    self._unmark(blob)
+        for digest, when in list(self._touched.items()):
+            if digest in self.blobs and time.monotonic() - when < 2 * RECORD_EVERY:
+                self.blobs[digest].used()
+        for key, recorder in list(self._recorders.items()):
+            if recorder.over():
+                del self._recorders[key]
+                await self.traces.publish(recorder)
 
     # room -------------------------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,11 @@ from dsec.images.remote.stores import Store, open_store
 from libdsec.errors import DSecError, Unavailable, from_body
 
 log = logging.getLogger("dsec.images.remote")
-_BAD = {"chunk_corrupt", "chunk_truncated", "chunk_missing", "chunk_lost", "read_failed", "read_expired", "blob_unknown", "filler_fault"}
+ANSWER_TIMEOUT = 60.0  # seconds; a filler that is stopped must not hold up creations for ever
+_BAD = {
+    "chunk_corrupt", "chunk_truncated", "chunk_missing", "chunk_lost", "read_failed", "read_expired", "blob_unknown", "filler_fault",
+    "record_failed", "store_unavailable",
+}  # fmt: skip
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +128,9 @@ class Remote:
             try:
                 process.stdin.write(msgspec.json.encode(request) + b"\n")
                 await process.stdin.drain()
-                return await future
+                return await asyncio.wait_for(future, ANSWER_TIMEOUT)
+            except TimeoutError:
+                break
             except (BrokenPipeError, ConnectionResetError):
                 log.debug("the filler went away during attempt %d of %s", attempt, op)
             finally:
@@ -182,7 +188,7 @@ class Remote:
 
     def _take(self, line: Line) -> None:
         if line.event is not None:
-            level = logging.WARNING if line.event.name in _BAD or line.event.name == "store_unavailable" else logging.INFO
+            level = logging.WARNING if line.event.name in _BAD else logging.INFO
             log.log(level, "%s", line.event.message, extra={"event": line.event.name, "layer": line.event.layer})
         elif line.evict:
             task = asyncio.get_running_loop().create_task(self._make_room(line.evict))
