@@ -1,6 +1,7 @@
 """Dockerfiles built on a node: every instruction, stages, the step cache, and failures that name their line."""
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Callable
@@ -114,6 +115,13 @@ async def test_nothing_runs_twice(client: DSecClient, tmp_path: Path) -> None:
     assert "2 steps done" in told and changed.layers[:2] == first.layers[:2] and changed.layers[2:] != first.layers[2:]
     assert await shell(client, "built", "cat /g") == "2"
     assert not [info for info in await client.list() if "dsec.build" in info.labels]
+
+
+async def test_equal_builds_at_once(client: DSecClient, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM busybox\nRUN echo at-once > /f\nRUN true\nRUN cat /f > /g\n")
+    made = await asyncio.gather(*(client.images.build(f"equal:{n}", tmp_path) for n in range(3)))
+    assert [await shell(client, info.name, "cat /g") for info in made] == ["at-once\n"] * 3
+    assert not [info for info in await client.environments.list() if info.name.startswith("build/")]
 
 
 async def test_stages_that_nobody_needs_are_not_built(client: DSecClient, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dsec.edge.streams import Output
 from dsec.images.dockerfile.builder import Command
-from libdsec.errors import BuildFailed, DSecError, LayerInUse
+from libdsec.errors import BuildFailed, DSecError, LayerInUse, LayerNotFound
 from libdsec.wire import Ending, ExecResult, ExecSpec, PackRequest, Progress, SandboxSpec
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsec.images.service import Images
 
 KEPT = 4000  # bytes of output that a failure shows
+IDLE = 900.0  # seconds
 LINE = 2000  # bytes of one line of progress
 
 
@@ -28,7 +29,8 @@ class EdgeRunner:
 
     async def run(self, command: Command) -> AsyncGenerator[Progress, None]:
         """Run, pack, stop. BuildFailed for any ending but exit code 0."""
-        spec = SandboxSpec(layers=command.layers, user="root", workdir="/", labels={"dsec.build": command.name})
+        # the sandbox of a node that died over a build must not stay for good
+        spec = SandboxSpec(layers=command.layers, user="root", workdir="/", labels={"dsec.build": command.name}, idle_timeout=IDLE)
         info = await self._edge.create(spec)
         try:
             exec_spec = ExecSpec(argv=command.argv, env=command.env, user=command.user, cwd=command.workdir, merge=True)
@@ -49,11 +51,12 @@ class EdgeRunner:
             if result is None or result.ending is not Ending.EXITED or result.exit_code != 0:
                 raise BuildFailed(f"the command {_ended(result)}", output=kept.decode(errors="replace"))
             packed = await self._edge.pack_diff(info.id, PackRequest(name=command.name, tag="step", scrub=[]))
-            await self._images.remove_environment(f"{command.name}:step")
+            with contextlib.suppress(LayerNotFound):  # an equal step of another build removed it
+                await self._images.remove_environment(f"{command.name}:step")
             digest = packed.layer.digest
             if not packed.report.entries and not packed.report.whiteouts:  # nothing changed: once more the layer that is on top
                 digest = command.layers[-1]
-                with contextlib.suppress(LayerInUse):
+                with contextlib.suppress(LayerInUse, LayerNotFound):
                     await self._images.remove(command.name)
             yield Progress(message=f"  {packed.report.entries} entries changed", result={"digest": digest})
         finally:

@@ -72,7 +72,9 @@ class Registry:
             self._basic = "Basic " + base64.b64encode(f"{username}:{password}".encode()).decode()
         self._authorization: str | None = None
         self._signing_in = asyncio.Lock()
-        self._client = httpx.AsyncClient(timeout=TIMEOUT, headers={"user-agent": "dsec"}, follow_redirects=False)
+        self._client = httpx.AsyncClient(  # a registry on this machine is not behind a proxy
+            timeout=TIMEOUT, headers={"user-agent": "dsec"}, follow_redirects=False, trust_env=not _is_loopback(reference.host)
+        )
 
     async def aclose(self) -> None:
         """Close the connections."""
