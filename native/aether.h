@@ -41,6 +41,7 @@ struct aether {
   uint64_t touched;                    // last activity, CLOCK_MONOTONIC
   uint64_t oom_kills, oom_at, pids_hits; // counters as last read; when an OOM kill was last noticed
   int running, helpers, conns;         // commands with a live process or in a session's queue; file helpers; connections
+  uint64_t paused;                     // since when nothing inside runs, 0: it runs
   int damaged, ending;                 // the shell is not the one that the sandbox began with; sandbox_end is at work
   struct command *live;                // every command in memory
 };
@@ -174,6 +175,7 @@ void command_drain(struct command *cmd);                   // the process is gon
 void command_finish(struct command *cmd);                  // the record; its log stays open when somebody holds a pipe
 void command_settle(struct command *cmd);                  // no more output will come: totals into the record, logs closed
 uint64_t commands_tick(void);                              // deadlines; when the next is due
+void commands_shift(uint64_t by);                          // it was paused for so long: timeouts stood still
 void commands_end(int lost);                               // the sandbox is dead: collect and record everything
 void command_started(struct conn *c, uint32_t request, struct command *cmd);
 int command_pid(const struct command *cmd);                // inside, 0: unknown
@@ -230,6 +232,14 @@ void groups_end(void);
 void snapshot_start(struct conn *c, struct request *r);
 void snapshots_forget(const struct conn *c);               // it is gone, and with it who would use them
 void snapshots_end(void);
+int snapshot_under_way(void);
+
+// pause.c ----------------------------------------------------------------------------------------------------------------------------
+void pause_start(struct conn *c, uint32_t request);
+void pause_end(void);                                      // nothing when it is not paused
+void pause_forget(const struct conn *c);
+void pause_killed(void);                                   // the sandbox is dead
+uint64_t pause_tick(void);
 
 // helper.c ---------------------------------------------------------------------------------------------------------------------------
 void helper_start(struct conn *c, uint32_t request, const uint8_t *payload, size_t size);

@@ -167,6 +167,17 @@ int cgroup_join(const char *id, struct fault *f) {
   return 0;
 }
 
+void cgroup_reclaim(struct sandbox *s) {
+  int v1 = s->box->v1[CG_MEMORY];
+  char text[32];
+  uint64_t used = 0;
+  if (v1 >= 0) write_at(v1, "memory.force_empty", "0");
+  else if (!read_u64(s->cgroup_fd, "memory.current", &used)) {
+    snprintf(text, sizeof text, "%llu", (unsigned long long)used);
+    write_at(s->cgroup_fd, "memory.reclaim", text);      // EAGAIN: it gave back less than that
+  }
+}
+
 void cgroup_kill(int v2) { write_at(v2, "cgroup.kill", "1"); }
 
 static void remove_children(int dir) {

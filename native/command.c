@@ -364,7 +364,7 @@ uint64_t commands_tick(void) {
       if (cmd->state != C_RUNNING) continue;
       if (cmd->traced < next) next = cmd->traced;
     }
-    if (cmd->deadline != NEVER) {
+    if (cmd->deadline != NEVER && !A.paused) {
       if (A.now >= cmd->deadline) {
         cmd->deadline = A.now + 1000 * MS;               // and again, should a kill have come to nothing
         command_kill(cmd, END_TIMEOUT);
@@ -378,6 +378,11 @@ uint64_t commands_tick(void) {
     }
   }
   return next;
+}
+
+void commands_shift(uint64_t by) {
+  for (struct command *cmd = A.live; cmd; cmd = cmd->next)
+    if (cmd->state == C_RUNNING && cmd->deadline != NEVER) cmd->deadline += by;
 }
 
 // The sandbox is dead. What runs is reaped (5 s for all is far more than a killed process needs), then everything is recorded.

@@ -296,6 +296,7 @@ static void unlink_conn(struct conn *c) {
   A.conns--;
   if (c->feeding) c->feeding->feeder = NULL;
   snapshots_forget(c);
+  pause_forget(c);
   while (c->subs) sub_drop(c->subs);
   if (c->pumping)
     for (struct conn **p = &pumps; *p; p = &(*p)->next_pump)

@@ -44,6 +44,7 @@ int cgroup_open(struct fault *f);                                     // fills n
 int cgroup_make(struct sandbox *s, struct fault *f);                  // the v2 group, into which PID 1 is born
 int cgroup_limit(struct sandbox *s, struct fault *f);                 // the v1 groups, and all limits
 int cgroup_join(const char *id, struct fault *f);                     // from a process that has only the node's descriptors
+void cgroup_reclaim(struct sandbox *s);                               // gives back what it can; may take long
 void cgroup_kill(int v2);
 int cgroup_remove(const char *id);                                    // kills what is left in them, then removes; 0, or -1 and errno
 void cgroup_usage(struct sandbox *s, struct usage *u);

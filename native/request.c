@@ -31,7 +31,7 @@ static const uint16_t *allowed(uint8_t type) {
     case F_SESSION_CLOSE: case F_SNAPSHOT: return name;
     case F_LEASE: return lease;
     case F_STOP: return stop;
-    case F_SUBSCRIBE: case F_LIST: case F_STAT: case F_SESSION_LIST: return none;
+    case F_SUBSCRIBE: case F_LIST: case F_STAT: case F_SESSION_LIST: case F_PAUSE: case F_RESUME: return none;
     default: return NULL;
   }
 }
@@ -134,7 +134,7 @@ static void say_hello(struct conn *c, struct request *r) {
   frame_u64(&b, T_VERSION_MAJOR, WIRE_MAJOR);
   frame_u64(&b, T_VERSION_MINOR, WIRE_MINOR);
   frame_text(&b, T_ID, A.s->spec.id);
-  frame_text(&b, T_STATE, "running");
+  frame_text(&b, T_STATE, A.paused ? "paused" : "running");
   frame_u64(&b, T_INIT_PID, (uint64_t)A.s->init);
   conn_reply(c, &b);
 }
@@ -248,12 +248,22 @@ static void about_command(struct conn *c, uint8_t type, struct request *r) {
   command_unref(cmd);
 }
 
+// Whoever wants something of the processes inside gets it, paused or not; who only looks leaves them as they are.
+static int needs_it_running(uint8_t type) {
+  switch (type) {
+    case F_EXEC: case F_STDIN: case F_STDIN_CLOSE: case F_RESIZE: case F_SIGNAL: case F_KILL: case F_SESSION_OPEN: case F_SESSION_CLOSE:
+    case F_RESUME: return 1;
+    default: return 0;
+  }
+}
+
 // ------------------------------------------------------------------------------------------------------------------------------------
 
 void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *payload, size_t size) {
   if (!c->hello && type != F_HELLO) { conn_close(c); return; }
   if (type == F_FILE) {
     if (c->subs || c->subscribed) { conn_error(c, id, "invalid_request", 0, "FILE needs a connection of its own"); return; }
+    pause_end();
     if (conn_full(c)) { c->held = 1; return; }           // the helper must not write into the middle of a frame of ours
     touch();
     helper_start(c, id, payload, size);
@@ -267,6 +277,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
   if (bad) { conn_error(c, id, "wire_field", 0, "field %d is unknown to a request of type %d, repeated or malformed", bad, type); return; }
   // looking at a sandbox does not keep it alive: the edge does it all the time
   if (type != F_HELLO && type != F_SUBSCRIBE && type != F_STAT) touch();
+  if (needs_it_running(type)) pause_end();
   switch (type) {
     case F_HELLO: say_hello(c, &r); break;
     case F_SUBSCRIBE: subscribe(c, &r); break;
@@ -279,6 +290,8 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     case F_LEASE: set_lease(c, &r); break;
     case F_STOP: stop_now(c, &r); break;
     case F_SNAPSHOT: snapshot_start(c, &r); break;
+    case F_PAUSE: pause_start(c, id); break;
+    case F_RESUME: conn_ok(c, id); break;
     default: about_command(c, type, &r);
   }
 }

@@ -35,7 +35,7 @@ static void __attribute__((noreturn)) take(const char *name, int report) {
   struct fault f = {0};
   // the first one writes back what is dirty, so that the freeze is short
   if (!medium_snapshot(A.s, name, &f) && !medium_remove(name) && !frozen(&f)) medium_snapshot(A.s, name, &f);
-  freeze(0);
+  if (!A.paused) freeze(0);
   (void)!write(report, &f, sizeof f);
   _exit(0);
 }
@@ -56,7 +56,7 @@ static void on_report(struct source *src, uint32_t events) {
   struct snapshot *n = OWNER(src, struct snapshot, src);
   struct fault f;
   if (read(src->fd, &f, sizeof f) != sizeof f) {         // it was killed, perhaps before it let everything go on
-    freeze(0);
+    if (!A.paused) freeze(0);
     f = (struct fault){.code = "internal", .message = "the process that took the snapshot died"};
   }
   loop_close(src);
@@ -101,6 +101,8 @@ void snapshot_start(struct conn *c, struct request *r) {
   A.helpers++;
   if (snapshots == n) begin(n);
 }
+
+int snapshot_under_way(void) { return snapshots != NULL; }
 
 void snapshots_forget(const struct conn *c) {
   for (struct snapshot *n = snapshots; n; n = n->next)

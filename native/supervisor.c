@@ -178,6 +178,7 @@ static void tick(void) {
   uint64_t next = commands_tick();
   next = least(next, sessions_tick());
   next = least(next, helpers_tick());
+  next = least(next, pause_tick());
   if (groups_sweep() | starts_reap()) next = least(next, A.now + 1000 * MS);
   next = least(next, lease_tick());
   if (next != NEVER) timer_want(next < A.now + MS ? A.now + MS : next);
@@ -248,6 +249,7 @@ void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint
   sessions_end();
   helpers_end();
   snapshots_end();
+  pause_killed();
   counters_read();
   write_end(cause, detail);            // while PID 1 dies
   sandbox_kill(A.s);

@@ -206,6 +206,21 @@ class DSecClient:
         target = "/v1/sandboxes" + query({"label": _labels(labels), "everything": everything})
         return _infos((await self._api.exchange("DELETE", target, safe=True, timeout=None))[1])
 
+    async def pause_all(self, labels: Mapping[str, str]) -> Made:
+        """Pause all running sandboxes with these labels. Gives those that it paused, and an error for each that it could not."""
+        return await self._each("pause", labels)
+
+    async def resume_all(self, labels: Mapping[str, str]) -> Made:
+        """Resume all paused sandboxes with these labels; as `pause_all`."""
+        return await self._each("resume", labels)
+
+    async def _each(self, what: str, labels: Mapping[str, str]) -> Made:
+        if not labels:
+            raise InvalidRequest(f"{what}_all needs a label", field="labels")
+        target = f"/v1/sandboxes:{what}" + query({"label": _labels(labels)})
+        _, data = await self._api.exchange("POST", target, safe=True, timeout=None)
+        return [_item(self._api, item) for item in _items(data)]
+
     # the node -------------------------------------------------------------------------------------------------------------------
     async def node(self) -> NodeInfo:
         """What the node is and can do."""

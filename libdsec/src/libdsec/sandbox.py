@@ -295,6 +295,19 @@ class Sandbox:
             return info
         return await self.set_lifetime(max_lifetime=seconds)
 
+    async def pause(self) -> SandboxInfo:
+        """Let nothing inside run, and give its page cache back.
+
+        Whatever needs it to run resumes it first; timeouts of commands stand still meanwhile.
+        """
+        self.info = await self._api.call("POST", f"{self._path}/pause", SandboxInfo, safe=True)
+        return self.info
+
+    async def resume(self) -> SandboxInfo:
+        """Let it run on. No error when it runs."""
+        self.info = await self._api.call("POST", f"{self._path}/resume", SandboxInfo, safe=True)
+        return self.info
+
     async def snapshot(self, name: str | None = None, *, labels: Mapping[str, str] | None = None) -> SnapshotInfo:
         """Copy its files as they are at one instant; `client.restore(info.id)` makes a sandbox that begins with them. It runs on."""
         body = SnapshotRequest(name=name, labels=dict(labels or {}))

@@ -423,6 +423,17 @@ class SyncSandbox(_Wrapper):
         """Let it live for at least `seconds` from now. A later deadline, or none, is kept."""
         return self._portal.run(self._inner.extend(seconds))
 
+    def pause(self) -> SandboxInfo:
+        """Let nothing inside run, and give its page cache back.
+
+        Whatever needs it to run resumes it first; timeouts of commands stand still meanwhile.
+        """
+        return self._portal.run(self._inner.pause())
+
+    def resume(self) -> SandboxInfo:
+        """Let it run on. No error when it runs."""
+        return self._portal.run(self._inner.resume())
+
     def snapshot(self, name: str | None = None, *, labels: Mapping[str, str] | None = None) -> SnapshotInfo:
         """Copy its files as they are at one instant; `client.restore(info.id)` makes a sandbox that begins with them. It runs on."""
         return self._portal.run(self._inner.snapshot(name, labels=labels))
@@ -710,6 +721,16 @@ class SyncDSecClient(_Wrapper):
     def stop_all(self, labels: Mapping[str, str] | None = None, *, everything: bool = False) -> Infos:
         """End all sandboxes with these labels; without labels only with `everything=True`. Gives those that it ended."""
         return self._portal.run(self._inner.stop_all(labels, everything=everything))
+
+    def pause_all(self, labels: Mapping[str, str]) -> Made:
+        """Pause all running sandboxes with these labels. Gives those that it paused, and an error for each that it could not."""
+        made: Made = _wrap(self._portal, self._portal.run(self._inner.pause_all(labels)))
+        return made
+
+    def resume_all(self, labels: Mapping[str, str]) -> Made:
+        """Resume all paused sandboxes with these labels; as `pause_all`."""
+        made: Made = _wrap(self._portal, self._portal.run(self._inner.resume_all(labels)))
+        return made
 
     def node(self) -> NodeInfo:
         """What the node is and can do."""

@@ -166,6 +166,7 @@ class SandboxInfo(Reply):
     cause: Cause | None = None
     detail: str | None = None
     warnings: list[str] = msgspec.field(default_factory=list)
+    paused: bool = False  # nothing inside runs, until something is wanted of it
 
 
 class BatchItem(Reply):

@@ -52,6 +52,22 @@ async def lease(parts: Parts, request: Request) -> None:
     await request.reply(await parts.edge.lease(request.path["id"], change))
 
 
+async def pause(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.pause(request.path["id"]))
+
+
+async def resume(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.resume(request.path["id"]))
+
+
+async def pause_many(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.pause_many(_some_labels(request)))
+
+
+async def resume_many(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.resume_many(_some_labels(request)))
+
+
 async def snapshot(parts: Parts, request: Request) -> None:
     wanted: SnapshotRequest = request.body
     await request.reply(await parts.edge.snapshot(request.path["id"], wanted), 201)
@@ -100,6 +116,13 @@ async def health(parts: Parts, request: Request) -> None:
 
 async def metrics(parts: Parts, request: Request) -> None:
     await request.respond(parts.edge.metrics(), b"text/plain; version=0.0.4; charset=utf-8")
+
+
+def _some_labels(request: Request) -> Mapping[str, str]:
+    labels = _labels(request)
+    if not labels:
+        raise InvalidRequest("give at least one label", field="label")
+    return labels
 
 
 def _labels(request: Request) -> Mapping[str, str]:

@@ -141,7 +141,7 @@ def ps(
 
 
 def _row(info: SandboxInfo) -> tuple[object, ...]:
-    state = f"{info.state.value} ({info.cause.value})" if info.cause else info.state.value
+    state = f"{info.state.value} ({info.cause.value})" if info.cause else "paused" if info.paused else info.state.value
     labels = ",".join(f"{key}={value}" for key, value in info.labels.items())
     memory = common.size((info.limits.memory_mb or 0) << 20)
     image = info.image or f"{len(info.layers)} layers"
@@ -201,6 +201,44 @@ def kill(sandbox: Annotated[str, common.SANDBOX], command: Annotated[str, typer.
 
 def _code(command: CommandInfo) -> object:
     return "-" if command.exit_code is None else command.exit_code
+
+
+def pause(
+    sandboxes: Annotated[list[str] | None, common.SANDBOXES] = None,
+    label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE", help="All with these labels.")] = [],  # noqa: B006
+) -> None:
+    """Let nothing in sandboxes run, until something is wanted of them."""
+    _each("pause", sandboxes, label)
+
+
+def resume(
+    sandboxes: Annotated[list[str] | None, common.SANDBOXES] = None,
+    label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE", help="All with these labels.")] = [],  # noqa: B006
+) -> None:
+    """Let paused sandboxes run on."""
+    _each("resume", sandboxes, label)
+
+
+def _each(what: str, sandboxes: list[str] | None, label: list[str]) -> None:
+    if not sandboxes and not label:
+        common.fail("invalid_request: name sandboxes or --label", 2)
+
+    async def work(client: DSecClient) -> int:
+        bad = 0
+        for reference in sandboxes or []:
+            box = await common.find(client, reference)
+            print((await (box.pause() if what == "pause" else box.resume())).id)
+        if label:
+            labels = common.pairs(label, "--label")
+            for item in await (client.pause_all(labels) if what == "pause" else client.resume_all(labels)):
+                if isinstance(item, Exception):
+                    common.say(str(item))
+                    bad = 1
+                else:
+                    print(item.id)
+        return bad
+
+    raise typer.Exit(common.call(work))
 
 
 def stop(

@@ -170,6 +170,7 @@ class Core:
             sandbox.damaged("its shell was replaced")
         if control.hello is not None:
             sandbox.init_pid = control.hello.u64(wire.T_INIT_PID)
+            sandbox.paused = control.hello.text(wire.T_STATE) == "paused"
         sandbox.control = control
         sandbox.state = State.RUNNING
 
@@ -180,6 +181,8 @@ class Core:
             self.finish(sandbox, cause, fields.text(wire.T_MESSAGE) or None, fields.u64(wire.T_TIME_NS) / 1e9 or time.time())
             return
         name = fields.text(wire.T_EVENT)
+        if name == "resumed":
+            sandbox.paused = False
         if name == "oom":
             sandbox.oom_events += 1
             self.counters.ooms.inc()

@@ -25,6 +25,7 @@ from dsec.edge.config import MIB, EdgeConfig
 from dsec.edge.filesystem import Files
 from dsec.edge.lifecycle import PREFIX_LENGTH, SLOT_SIZE, Sandbox, Table, random_text
 from dsec.edge.packing import Packing
+from dsec.edge.pausing import Pausing
 from dsec.edge.recovery import Recovery
 from dsec.edge.snapshots import Snapshots
 from dsec.edge.specs import check_key, check_labels, check_lifetime, check_spec
@@ -51,7 +52,7 @@ _STOP = {cause: wire.text(wire.T_CAUSE, cause.value) for cause in Cause}
 _LATER = ("fncall", "microvm", "vm")  # backends by name that this node does not have
 
 
-class Edge(Recovery, Snapshots, Packing, Files):
+class Edge(Recovery, Snapshots, Packing, Pausing, Files):
     """One edge. `start` before anything else, `close` at the end."""
 
     def __init__(self, config: EdgeConfig, images: ImageResolver) -> None:

@@ -56,6 +56,7 @@ class Sandbox:
         "name",
         "noticed",
         "oom_events",
+        "paused",
         "pid",
         "pinged",
         "ready",
@@ -113,6 +114,7 @@ class Sandbox:
         self.control: Control | None = None
         self.create: Create | None = None
         self.oom_events = 0
+        self.paused = False
         self.streams = 0  # connections of their own that are open now
         self.pinged = False  # a question whether its supervisor is alive is under way
         self.refused: DSecError | None = None  # its supervisor cannot be talked to: it can only be stopped
@@ -127,7 +129,7 @@ class Sandbox:
             id=self.id, state=self.state, backend=self.backend, image=self.image, layers=self.layers, labels=self.labels, name=self.name,
             created_at=self.created_at, deadline=self.deadline, idle_timeout=self.idle_timeout, limits=self.limits, user=self.user,
             workdir=self.workdir, health=self.health, damage=self.damage, ended_at=self.ended_at, cause=self.cause, detail=self.detail,
-            warnings=self.warnings,
+            warnings=self.warnings, paused=self.paused and self.state is State.RUNNING,
         )  # fmt: skip
 
     def damaged(self, what: str) -> None:

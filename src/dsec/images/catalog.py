@@ -194,9 +194,13 @@ class Catalog:
                 db.execute("INSERT INTO leases VALUES (?,?,?)", (digest, holder, until))
 
     def superseded(self, before: float) -> dict[str, str]:
-        """Layers that no name stands for any more, with one that did; bound before a time."""
+        """Layers that no name stands for any more, with one that did; bound before a time. Names that a build or an import gave to what it
+        made on the way do not count."""
         with self._lock:
-            query = "SELECT digest, max(name) FROM names GROUP BY digest HAVING max(bound_at)<? AND max(current)=0"
+            query = (
+                "SELECT digest, max(name) FROM names GROUP BY digest HAVING max(bound_at)<? "
+                "AND max(current AND name NOT LIKE 'oci/%' AND name NOT LIKE 'build/%')=0"
+            )
             return dict(self._db.execute(query, (before,)).fetchall())
 
     def users(self, digest: str) -> list[str]:

@@ -37,8 +37,8 @@ class Container:
 
     name = "container"
     capabilities = capabilities(
-        "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "fork", "snapshot",
-        "pack_diff", "trusted_supervisor",
+        "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "pause_memory",
+        "fork", "snapshot", "pack_diff", "trusted_supervisor",
     )  # fmt: skip
 
     def __init__(
