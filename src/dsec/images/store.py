@@ -69,17 +69,22 @@ class LayerStore:
 
     def open_workspace(self) -> Workspace:
         """A directory for one build; `close` removes it with all that is in it."""
-        directory = Path(tempfile.mkdtemp(prefix="build-", dir=self.tmp))
-        lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return Workspace(directory, lock)
+        while True:
+            directory = Path(tempfile.mkdtemp(prefix="build-", dir=self.tmp))
+            lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                return Workspace(directory, lock)
+            os.close(lock)  # a sweep by another process was faster than the lock
 
     def sweep(self) -> list[str]:
         """Remove what dead builds left. Returns the names removed."""
         removed = []
         for directory in self.tmp.glob("build-*"):
             try:
-                lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                # never made here: a directory without it is being made or removed by somebody else, or is an old wreck
+                wreck = directory.stat().st_mtime < time.time() - 60
+                lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if wreck else 0), 0o600)
             except OSError:
                 continue  # removed by its own build just now
             try:
