@@ -176,6 +176,7 @@ def test_dead_builds_are_swept(tmp_path: Path) -> None:
     alive = store.open_workspace()
     dead = tmp_path / "tmp" / "build-dead"
     (dead / "tree").mkdir(parents=True)
+    (dead / "lock").touch()
     assert store.sweep() == ["build-dead"]
     assert alive.path.exists() and not dead.exists()
     alive.close()
