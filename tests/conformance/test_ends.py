@@ -91,6 +91,8 @@ async def test_kill_and_signals(box: Sandbox) -> None:
     assert (await command.wait()).exit_code == 9
     command = await box.start(shell="sleep 500 & sleep 501; echo never")
     await asyncio.sleep(0.2)
+    listed = {info.id: info for info in await box.commands()}[command.id]
+    assert listed.pid > 1 and listed.title == "sleep 500 & sleep 501; echo never"
     await command.kill()
     result = await command.wait()
     assert result.ending == Ending.KILLED and result.exit_code is None

@@ -255,6 +255,7 @@ class CommandInfo(Reply):
     stdout: StreamInfo
     stderr: StreamInfo
     pid: int = 0
+    title: str | None = None  # how it was asked for, cut short; None when this node's process did not start it
 
 
 class SignalRequest(Model):

@@ -180,8 +180,11 @@ def logs(
                 common.show_json(commands)
                 return
             common.show_table(
-                ("command", "ending", "code", "age", "stdout", "stderr"),
-                ((c.id, c.ending.value, _code(c), common.age(c.started_at), c.stdout.total, c.stderr.total) for c in commands),
+                ("command", "ending", "code", "age", "stdout", "stderr", "what"),
+                (
+                    (c.id, c.ending.value, _code(c), common.age(c.started_at), c.stdout.total, c.stderr.total, (c.title or "-")[:60])
+                    for c in commands
+                ),
             )
             return
         found = await box.command(command)

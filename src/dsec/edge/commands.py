@@ -11,6 +11,7 @@ from dsec.edge.wire import Record
 from libdsec.errors import InvalidRequest
 from libdsec.wire import STDIN_INLINE, CommandInfo, Ending, ExecResult, ExecSpec, SignalRequest, StreamInfo
 
+TITLE = 200  # characters
 COMMAND_ID = re.compile(r"[a-z0-9-]{1,31}")  # also names of sessions: they become names of files and cgroups
 MAX_ENV = 256
 MAX_ARGS = 32768
@@ -204,7 +205,13 @@ def result(sandbox: str, record: Record, out: bytes = b"", err: bytes = b"") -> 
     )
 
 
-def info(sandbox: str, record: Record) -> CommandInfo:
+def title(spec: ExecSpec) -> str:
+    """A command in a line, as a person would know it again."""
+    text = spec.shell if spec.shell is not None else " ".join(spec.argv or ())[: 4 * TITLE]
+    return " ".join(text[: 4 * TITLE].split())[:TITLE]
+
+
+def info(sandbox: str, record: Record, titles: Mapping[str, str]) -> CommandInfo:
     """A command in a listing."""
     return CommandInfo(
         id=record.command,
@@ -217,4 +224,5 @@ def info(sandbox: str, record: Record) -> CommandInfo:
         stdout=StreamInfo(total=record.out_total, dropped=record.out_dropped),
         stderr=StreamInfo(total=record.err_total, dropped=record.err_dropped),
         pid=record.pid,
+        title=titles.get(record.command),
     )

@@ -17,6 +17,7 @@ from libdsec.wire import Cause, Health, Limits, SandboxInfo, SandboxSpec, State
 SLOT_SIZE = 65536
 MAX_SLOTS = 32768
 MOST_HOLDERS = 255  # of one slot
+MOST_TITLES = 200  # commands of one sandbox whose text is kept
 PREFIX_LENGTH = 4
 ID_LENGTH = 20
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz0123456789"
@@ -72,6 +73,7 @@ class Sandbox:
         "stop_by",
         "stopping",
         "streams",
+        "titles",
         "user",
         "waits",
         "warnings",
@@ -115,6 +117,7 @@ class Sandbox:
         self.create: Create | None = None
         self.oom_events = 0
         self.paused = False
+        self.titles: OrderedDict[str, str] = OrderedDict()  # of its latest commands
         self.streams = 0  # connections of their own that are open now
         self.pinged = False  # a question whether its supervisor is alive is under way
         self.refused: DSecError | None = None  # its supervisor cannot be talked to: it can only be stopped
@@ -131,6 +134,13 @@ class Sandbox:
             workdir=self.workdir, health=self.health, damage=self.damage, ended_at=self.ended_at, cause=self.cause, detail=self.detail,
             warnings=self.warnings, paused=self.paused and self.state is State.RUNNING,
         )  # fmt: skip
+
+    def remember(self, command: str, title: str) -> None:
+        """What a command was asked to do."""
+        if command not in self.titles:
+            self.titles[command] = title
+            if len(self.titles) > MOST_TITLES:
+                self.titles.popitem(last=False)
 
     def damaged(self, what: str) -> None:
         """Note damage; a sandbox repeats itself, the list does not."""

@@ -53,6 +53,7 @@ class Operations(Core):
         began = time.monotonic()
         sandbox = self.live(sandbox_id)
         command = spec.id or new_command_id()
+        sandbox.remember(command, commands.title(spec))
         frame = await self._exec(sandbox, encode(command, spec, wire.X_COLLECT), command)
         if frame.type != wire.F_END:
             raise WireError(f"frame type {frame.type} in reply to EXEC of sandbox {sandbox.id}")
@@ -73,9 +74,10 @@ class Operations(Core):
         """Start a command in the background."""
         sandbox = self.live(sandbox_id)
         command = spec.id or new_command_id()
+        sandbox.remember(command, commands.title(spec))
         frame = await self._exec(sandbox, encode(command, spec, 0), command)
         fields = Fields(frame.payload)
-        info = commands.info(sandbox.id, _running(command, fields))
+        info = commands.info(sandbox.id, _running(command, fields), sandbox.titles)
         return info
 
     async def commands(self, sandbox_id: str) -> list[CommandInfo]:
@@ -86,22 +88,22 @@ class Operations(Core):
         else:
             found = [_record(Fields(frame.payload)) for frame in await self.collect(sandbox, wire.F_LIST)]
         found.sort(key=lambda record: record.start_ns)
-        return [commands.info(sandbox.id, record) for record in found]
+        return [commands.info(sandbox.id, record, sandbox.titles) for record in found]
 
     async def command(self, sandbox_id: str, command: str) -> CommandInfo:
         """One command. CommandNotFound."""
         sandbox = self.table.get(sandbox_id)
         if sandbox.state is State.ENDED:
-            return commands.info(sandbox.id, await self._left(sandbox, command))
+            return commands.info(sandbox.id, await self._left(sandbox, command), sandbox.titles)
         # a replay from beyond the end, without following, is the cheapest question
         request = command_field(command) + wire.u64(wire.T_OFFSET, _FAR) + wire.u64(wire.T_OFFSET_ERR, _FAR) + wire.u64(wire.T_FOLLOW, 0)
         frame = await self.call(sandbox, wire.F_ATTACH, request)
         if frame.type == wire.F_END:
-            return commands.info(sandbox.id, _record(Fields(frame.payload)))
+            return commands.info(sandbox.id, _record(Fields(frame.payload)), sandbox.titles)
         for listed in await self.collect(sandbox, wire.F_LIST):
             record = _record(Fields(listed.payload))
             if record.command == command:
-                return commands.info(sandbox.id, record)
+                return commands.info(sandbox.id, record, sandbox.titles)
         raise CommandNotFound(f"no command {command} in sandbox {sandbox.id}", command=command, sandbox=sandbox.id)
 
     async def wait(self, sandbox_id: str, command: str, timeout: float | None = None) -> ExecResult:
@@ -168,6 +170,7 @@ class Operations(Core):
         """Run a command and yield its output without loss: it waits for a reader that is slow. `start` first, `end` last, or an error."""
         sandbox = self.live(sandbox_id)
         command = spec.id or new_command_id()
+        sandbox.remember(command, commands.title(spec))
         request = wire.frame(wire.F_EXEC, 1, encode(command, spec, wire.X_STREAM))
         async for item in self._stream(sandbox, command, request):
             yield item
