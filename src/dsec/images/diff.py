@@ -7,16 +7,14 @@ DIR is in the mount namespace of that process. The tree is changed: what is left
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from dsec.images.pack import BUILD_TIME, FREE_FLOOR, UUID, Reporter, finish, run
+from dsec.images.pack import BUILD_TIME, FREE_FLOOR, UUID, Reporter, arguments, finish, read, run, seal
 from dsec.images.scrub import rules, scrub
 from dsec.images.tarstream import Caps
 from dsec.linux.calls import borrow_tree, private_mounts
@@ -45,14 +43,8 @@ def pack_tree(
         argv.append("--chunksize=4096")  # the plain layout stores holes
     with (output.parent / "mkfs.log").open("w+b") as log:
         finish(subprocess.Popen([*argv, str(output), str(tree)], stdout=log, stderr=log), log, str(mkfs))
-    report.say("hashing", None)
-    with output.open("r+b") as image:
-        os.fsync(image.fileno())
-        digest = hashlib.file_digest(image, "sha256").hexdigest()
-    output.chmod(0o444)
     return {
-        "digest": "sha256:" + digest,
-        "size": output.stat().st_size,
+        **seal(output, report),
         "entries": found.entries,
         "bytes": found.bytes,
         "whiteouts": found.whiteouts,
@@ -64,18 +56,12 @@ def pack_tree(
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--mkfs", type=Path, required=True)
-    parser.add_argument("--prefix")  # of archives
-    parser.add_argument("--max-bytes", type=int, default=Caps.bytes)
-    parser.add_argument("--max-entries", type=int, default=Caps.entries)
+    parser = arguments()
     parser.add_argument("--mounts-of", type=int, required=True)
     parser.add_argument("--tree", required=True)
     parser.add_argument("--uid-base", type=int, required=True)
     parser.add_argument("--scrub", type=json.loads, required=True)
-    options = parser.parse_args()
-    caps = Caps(options.max_bytes, options.max_entries)
+    options, caps = read(parser)
 
     def work(report: Reporter) -> dict[str, object]:
         tree = options.output.parent / "tree"

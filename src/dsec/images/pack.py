@@ -180,20 +180,24 @@ def pack(
         tree.chmod(0o755)
         process = subprocess.Popen([*base, str(output), str(tree)], stdout=log, stderr=log, env=environment)
         finish(process, log, str(mkfs))
-    report.say("checking and hashing", None)
-    with output.open("r+b") as image:
-        os.fsync(image.fileno())
-        digest = hashlib.file_digest(image, "sha256").hexdigest()
-    output.chmod(0o444)
     return {
-        "digest": "sha256:" + digest,
-        "size": output.stat().st_size,
+        **seal(output, report),
         "entries": summary.entries,
         "bytes": summary.bytes,
         "whiteouts": summary.whiteouts,
         "dropped": summary.dropped,
         "reproducible": "mkfs-time" in features,
     }
+
+
+def seal(output: Path, report: Reporter) -> dict[str, object]:
+    """Put a finished image on the disk, read-only. Its digest and size."""
+    report.say("checking and hashing", None)
+    with output.open("r+b") as image:
+        os.fsync(image.fileno())
+        digest = hashlib.file_digest(image, "sha256").hexdigest()
+    output.chmod(0o444)
+    return {"digest": "sha256:" + digest, "size": output.stat().st_size}
 
 
 def finish(process: subprocess.Popen[bytes], log: IO[bytes], name: str) -> None:
@@ -231,24 +235,27 @@ class Reporter:
 
 def main() -> int:
     """See the module's text."""
+    options, caps = read(arguments())
+    return run(
+        lambda report: pack(sys.stdin.buffer, options.output, options.mkfs, prefix=options.prefix, caps=caps, report=report), options.output
+    )
+
+
+def arguments() -> argparse.ArgumentParser:
+    """What every packing process is told."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--mkfs", type=Path, required=True)
     parser.add_argument("--prefix", default="/")
     parser.add_argument("--max-bytes", type=int, default=Caps.bytes)
     parser.add_argument("--max-entries", type=int, default=Caps.entries)
+    return parser
+
+
+def read(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Caps]:
+    """The options, and the caps that are among them."""
     options = parser.parse_args()
-    return run(
-        lambda report: pack(
-            sys.stdin.buffer,
-            options.output,
-            options.mkfs,
-            prefix=options.prefix,
-            caps=Caps(options.max_bytes, options.max_entries),
-            report=report,
-        ),
-        options.output,
-    )
+    return options, Caps(options.max_bytes, options.max_entries)
 
 
 def run(work: Callable[[Reporter], dict[str, object]], output: Path) -> int:

@@ -8,7 +8,6 @@ The images are mounted in a mount namespace of this process alone.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import stat
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dsec.images.pack import Reporter, pack, run
+from dsec.images.pack import Reporter, arguments, pack, read, run
 from dsec.images.tarstream import CHAR, DIRECTORY, FIFO, HARDLINK, REGULAR, SYMLINK, Caps, Entry, show
 from dsec.linux.calls import MS_RDONLY, mount, private_mounts
 from libdsec.errors import LayerInvalid
@@ -163,15 +162,9 @@ def squash(images: list[Path], output: Path, mkfs: Path, caps: Caps, report: Rep
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--mkfs", type=Path, required=True)
-    parser.add_argument("--prefix")  # of archives
-    parser.add_argument("--max-bytes", type=int, default=Caps.bytes)
-    parser.add_argument("--max-entries", type=int, default=Caps.entries)
+    parser = arguments()
     parser.add_argument("--image", type=Path, action="append", required=True)
-    options = parser.parse_args()
-    caps = Caps(options.max_bytes, options.max_entries)
+    options, caps = read(parser)
     return run(lambda report: squash(options.image, options.output, options.mkfs, caps, report), options.output)
 
 

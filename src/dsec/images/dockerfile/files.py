@@ -6,7 +6,6 @@ looked up in the layers below it: links on the way are followed inside the image
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,8 @@ import msgspec
 from dsec.images.dockerfile.tree import Context, Tree, match, resolve, walk
 from dsec.images.oci.lower import LayerFiles, Lower, Way, join, layer_files
 from dsec.images.oci.unpack import without_marks
-from dsec.images.pack import Reporter, pack, run
-from dsec.images.tarstream import COPY, DIRECTORY, REGULAR, SYMLINK, Caps, Entry, show
+from dsec.images.pack import Reporter, arguments, pack, read, run
+from dsec.images.tarstream import COPY, DIRECTORY, REGULAR, SYMLINK, Entry, show
 from libdsec.errors import BuildFailed
 
 _ACCOUNTS_MAX = 4 << 20
@@ -195,17 +194,12 @@ def _number(lower: Lower, name: str, path: bytes, what: str) -> int:
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--mkfs", type=Path, required=True)
-    parser.add_argument("--prefix", choices=["/"], required=True)
-    parser.add_argument("--max-bytes", type=int, required=True)
-    parser.add_argument("--max-entries", type=int, required=True)
+    parser = arguments()
     parser.add_argument("--request", required=True)
     parser.add_argument("--lower", action="append", default=[], help="a layer below as JSON, base first")
-    options = parser.parse_args()
+    options, caps = read(parser)
     request = msgspec.json.decode(options.request, type=Request)
-    work, caps = options.output.parent, Caps(options.max_bytes, options.max_entries)
+    work = options.output.parent
 
     def write(report: Reporter) -> dict[str, object]:
         source: Tree | None = None

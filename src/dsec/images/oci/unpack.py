@@ -13,7 +13,6 @@ result then says `depends`, and belongs to this stack of layers alone.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from dsec.images.oci.lower import Lower, Way, join, layer_files
-from dsec.images.pack import Reporter, decompressed, pack, run
+from dsec.images.pack import Reporter, arguments, decompressed, pack, read, run
 from dsec.images.tarstream import CHAR, COPY, DIRECTORY, HARDLINK, REGULAR, Caps, Entry, Reader, TarReader, clean, show
 from dsec.linux.tools import Tools
 from libdsec.errors import LayerInvalid
@@ -335,22 +334,16 @@ def _check_raw(blob: Blob) -> None:
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--mkfs", type=Path, required=True)
-    parser.add_argument("--prefix", choices=["/"], required=True)
-    parser.add_argument("--max-bytes", type=int, required=True)
-    parser.add_argument("--max-entries", type=int, required=True)
+    parser = arguments()
     parser.add_argument("--blob", type=Path, required=True)
     parser.add_argument("--offset", type=int, default=0)
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--digest")
     parser.add_argument("--diff-id", required=True)
     parser.add_argument("--lower", action="append", default=[], help="a layer below as JSON, base first")
-    options = parser.parse_args()
+    options, caps = read(parser)
     blob = Blob(options.blob, options.offset, options.size, options.digest, options.diff_id)
     lower = Lower([layer_files(text) for text in options.lower], options.output.parent / "lower")
-    caps = Caps(options.max_bytes, options.max_entries)
     return run(lambda report: unpack(blob, lower, options.output, options.mkfs, caps, report), options.output)
 
 
