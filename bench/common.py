@@ -86,6 +86,7 @@ class Bench:
     name: str
     quick: bool
     record: bool
+    n: int | None = None
     size: str = ""
     bars: list[Bar] = field(default_factory=list)
     tables: list[tuple[str, list[str], list[list[str]]]] = field(default_factory=list)
@@ -150,15 +151,21 @@ class Bench:
         README.write_text(before + "\n".join(body) + rest.partition(end)[2])
 
 
-def start(name: str, argv: Sequence[str] | None = None) -> Bench:
-    """Parse the command line of a bench."""
+def start(name: str, argv: Sequence[str] | None = None, *, sized: bool = False) -> Bench:
+    """Parse the command line of a bench. `sized`: it can be run at a size of the caller's."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}")
     parser.add_argument("--quick", action="store_true", help="within 45 seconds, at a smaller size")
     parser.add_argument("--record", action="store_true", help="write the result into bench/README.md")
+    if sized:
+        parser.add_argument("--n", type=int, help="so many sandboxes, against the bars for a full node")
     options = parser.parse_args(argv)
     if os.geteuid():
         parser.error("needs root")
-    return Bench(name, options.quick, options.record)
+    made = Bench(name, options.quick, options.record)
+    if sized and options.n is not None:
+        made.n = options.n
+        made.name = f"{name}-{options.n}"
+    return made
 
 
 def machine() -> str:

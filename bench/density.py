@@ -39,12 +39,17 @@ class Memory:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it."""
-    bench = start("density", argv)
+    bench = start("density", argv, sized=True)
     bench.size = f"{SIZE} idle sandboxes" + ("" if bench.quick else f", then {NEXT}")
+    if bench.n is not None:
+        bench.size = f"{bench.n} live sandboxes"
     with node() as made:
         client, floor = Client(made), Floor(made.images, made.home)
         try:
-            _measure(bench, client, floor, made)
+            if bench.n is None:
+                _measure(bench, client, floor, made)
+            else:
+                _fill(bench, client, floor, made, bench.n)
         finally:
             client.close()
     return bench.finish()
@@ -83,6 +88,38 @@ def _measure(bench: Bench, client: Client, floor: Floor, made: Node) -> None:
     ratio = percentile(exec_after, 50) / percentile(exec_before, 50)
     bench.bar(f"create p99 last {EDGE} / first {EDGE}", last / first, 2.0, at_least=False, unit="x")
     bench.bar("exec p50 after / before", ratio, 1.5, at_least=False, unit="x")
+
+
+def _fill(bench: Bench, client: Client, floor: Floor, made: Node, n: int) -> None:
+    """A node as full as it is meant to be: every sandbox answers, and all go."""
+    calibrate(bench, floor)
+    client.ask("hold", name="first", n=10)
+    client.ask("execs", name="first", n=50)
+    few = client.ask("execs", name="first", n=300)
+    before = Memory.now(made)
+    began = time.perf_counter()
+    client.ask("hold", name="idle", n=n - 10, parallel=8, memory_mb=64)
+    created = time.perf_counter() - began
+    after = Memory.now(made)
+    every = client.ask("execs", name="idle", n=n - 10)
+    many = client.ask("execs", name="first", n=300)
+    stopped = client.ask("release", name="idle")
+    client.ask("release", name="first")
+    time.sleep(1.0)
+    left = len(made.pids()) - 2  # the node and its launcher
+    calibrate(bench, floor)
+    head = ["sandboxes", "MemAvailable", "processes (PSS)", "slab", "per-CPU", "kernel stacks", "page tables"]
+    bench.table("KiB for each sandbox", head, [[str(n), *after.row(before, n - 10)]])
+    p50 = [percentile(found, 50) * 1e3 for found in (few, many, every)]
+    bench.table("exec p50, ms", ["beside 10", f"beside {n}", "first in each"], [[f"{value:.2f}" for value in p50]])
+    bench.data = {"created_s": created, "stopped_s": stopped, "exec_first_s": every}
+    each = (before.available - after.available) / (n - 10) / 1024
+    bench.bar("all created", created, 40, at_least=False, unit=" s", by="loop")
+    bench.bar("memory for each", each / 1024, 1.5, at_least=False, unit=" MiB")
+    bench.bar("sandboxes that answered", float(len(every)), n - 10, at_least=True)
+    bench.bar("exec p50 beside all / beside 10", p50[1] / p50[0], 2.0, at_least=False, unit="x")
+    bench.bar("all stopped", stopped, 60, at_least=False, unit=" s", by="loop")
+    bench.bar("processes left", float(left), 0, at_least=False)
 
 
 if __name__ == "__main__":
