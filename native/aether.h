@@ -224,7 +224,8 @@ void group_kill(const char *name);                         // "": the sandbox's 
 void group_signal(const char *name, int signal, const int32_t *except, size_t n); // every process but these (sorted)
 size_t group_pids(const char *name, int32_t *pids, size_t cap); // sorted
 void tracers_kill(pid_t pid);                              // whoever inside traces it, and whoever traces them
-void group_drop(const char *name);                         // remove it, now or when it is empty
+void group_drop(const char *name);                         // remove it, after this turn's replies or when it is empty
+void groups_dropped(void);                                 // the replies are out
 int groups_sweep(void);                                    // how many are still there
 void groups_end(void);
 

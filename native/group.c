@@ -14,7 +14,7 @@
 #define DEPTH 8                        // of groups below one of ours; inside nobody can make any, a privileged guest might
 
 struct old { struct old *next; char name[ID_SIZE + 4]; };  // ended, with a process still inside
-static struct old *olds;
+static struct old *olds, *fresh;         // fresh: not tried yet
 
 int group_make(const char *name, struct fault *f) {
   int made = !mkdirat(A.s->cgroup_fd, name, 0755);
@@ -132,13 +132,22 @@ void tracers_kill(pid_t pid) {
 }
 
 void group_drop(const char *name) {
-  if (!unlinkat(A.s->cgroup_fd, name, AT_REMOVEDIR) || errno == ENOENT) return;
   struct old *o = malloc(sizeof *o);
-  if (!o) return;                      // it stays until the sandbox is removed, with all below it
+  if (!o) { unlinkat(A.s->cgroup_fd, name, AT_REMOVEDIR); return; } // if that fails it stays until the sandbox is removed, with all below it
   snprintf(o->name, sizeof o->name, "%s", name);
-  o->next = olds;
-  olds = o;
-  timer_want(A.now + 1000 * MS);
+  o->next = fresh;
+  fresh = o;
+}
+
+void groups_dropped(void) {
+  while (fresh) {
+    struct old *o = fresh;
+    fresh = o->next;
+    if (!unlinkat(A.s->cgroup_fd, o->name, AT_REMOVEDIR) || errno == ENOENT) { free(o); continue; }
+    o->next = olds;
+    olds = o;
+    timer_want(A.now + 1000 * MS);
+  }
 }
 
 int groups_sweep(void) {
@@ -153,5 +162,6 @@ int groups_sweep(void) {
 }
 
 void groups_end(void) {                // every process is dead: what is left empties within moments
+  groups_dropped();
   for (int i = 0; i < 100 && groups_sweep(); i++) usleep(2000);
 }

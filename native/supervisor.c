@@ -356,6 +356,7 @@ void aether_main(struct sandbox *s) {
       if (src->fd >= 0 && src->events) src->on(src, events[i].events);
     }
     conns_pump();
+    groups_dropped();
     loop_collect();
   }
 }
