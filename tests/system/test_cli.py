@@ -137,7 +137,7 @@ def test_doctor_and_config(dsec: Dsec, tmp_path: Path) -> None:
 
 
 def test_completion(dsec: Dsec) -> None:
-    assert "_DSEC_COMPLETE" in dsec("--show-completion", "bash", env={"SHELL": "/bin/bash"}).stdout
+    assert "_DSEC_COMPLETE" in dsec("--show-completion", "bash", env={"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}).stdout
 
 
 def test_background_kill_interrupt_and_a_reader_that_leaves(dsec: Dsec, node: Node, busybox_image: str) -> None:

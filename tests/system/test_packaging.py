@@ -17,7 +17,7 @@ from tests.harness import _free_port, seed_layers
 from dsec.edge import wire
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVELOPMENT = {"pytest", "mypy", "ruff", "hypothesis", "httpx"}
+DEVELOPMENT = {"pytest", "mypy", "ruff", "hypothesis", "moto"}
 
 
 @dataclass(frozen=True)
