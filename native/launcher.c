@@ -184,12 +184,15 @@ static void serve(const struct frame *h, size_t size) {
   int userns = -1, bad = order_read(&order, h, request + sizeof *h, size, &f);
   if (!bad && h->type == F_CREATE)
     bad = spec_check(&order.spec, node.cgroup, 1, &f) || (order.spec.userns && (userns = userns_get(order.spec.uid_base, &f)) < 0);
-  if (!bad && (h->type == F_CREATE || h->type == F_REAP)) {
+  // (un)mounting what FUSE serves waits for the loader, which only this process brings back when it dies
+  int waits = loader_by_fuse() && ((h->type == F_MOUNT_LAYER && order.fill) || h->type == F_UMOUNT_LAYER);
+  if (!bad && (h->type == F_CREATE || h->type == F_REAP || waits)) {
     pid_t pid = fork();
     if (pid > 0) return;               // the child answers
     if (!pid && h->type == F_CREATE) create(h->request, userns, &f);
     if (!pid) {
-      bad = spec_check(&order.spec, node.cgroup, 0, &f) || reap(&order.spec, &f);
+      if (h->type == F_REAP) bad = spec_check(&order.spec, node.cgroup, 0, &f) || reap(&order.spec, &f);
+      else bad = h->type == F_UMOUNT_LAYER ? layer_umount(order.name, &f) : layer_mount(order.name, order.path, order.data, order.fill, &f);
       answer(bad ? F_ERROR : F_OK, h->request, &f);
       _exit(0);
     }
@@ -247,7 +250,7 @@ static int loop(void) {
 int launcher_main(int argc, char **argv) {
   static const struct option options[] = {{"run", 1, NULL, 'r'}, {"state", 1, NULL, 's'}, {"cgroup", 1, NULL, 'c'},
                                           {"seccomp", 1, NULL, 'f'}, {"join", 1, NULL, 'j'},
-                                          {"fill-ms", 1, NULL, 'd'}, {0}};
+                                          {"fill-ms", 1, NULL, 'd'}, {"fill-by", 1, NULL, 'b'}, {0}};
   const char *filter = NULL;
   pid_t join = 0;
   node.title = argv[0];
@@ -259,6 +262,7 @@ int launcher_main(int argc, char **argv) {
     case 'c': node.cgroup = optarg; break;
     case 'f': filter = optarg; break;
     case 'j': join = (pid_t)atoi(optarg); break;
+    case 'b': node.fill_by = !strcmp(optarg, "fuse") ? FILL_FUSE : !strcmp(optarg, "fanotify") ? FILL_FANOTIFY : FILL_AUTO; break;
     case 'd': node.fill_ms = strtoull(optarg, NULL, 10); break;
     default: return 2;
   }

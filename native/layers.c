@@ -4,6 +4,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "fuse.h"
 #include "loader.h"
 #include "node.h"
 #include "util.h"
@@ -23,11 +24,20 @@ int layer_mounted(const char *name) {
          st.stx_attributes & STATX_ATTR_MOUNT_ROOT;
 }
 
+// The same by FUSE: a loop device, for the reasons that fuse.c gives.
+static int data_by_fuse(const char *name, const char *data, char *link, size_t cap, struct fault *f) {
+  int fd = fuse_file_open(data);
+  if (fd < 0) return fault_set(f, errno == ENOENT ? "layer_not_found" : "internal", errno, "layer %s: open %s through FUSE", name, data);
+  int dev = loop_attach(fd, 1, 1, link, cap, f);
+  close(fd);
+  return dev;
+}
+
 // The data of a split image, named so that EROFS opens it anew. The mark comes first: what was opened before it never waits.
 static int data_prepare(const char *name, const char *data, int fill, char *link, size_t cap, struct fault *f) {
   struct stat st;
   if (*data != '/') return fault_set(f, "invalid_request", 0, "the data path of layer %s is not absolute", name);
-  if (fill && !loader_present()) return fault_set(f, "unsupported", 0, "layer %s: this kernel cannot load on demand (fanotify pre-content events)", name);
+  if (fill && !loader_present()) return fault_set(f, "unsupported", 0, "layer %s: this machine cannot load on demand (neither fanotify pre-content events nor /dev/fuse)", name);
   int fd = host_open(data, O_PATH);
   if (fd < 0) return fault_set(f, errno == ENOENT || errno == ENOTDIR ? "layer_not_found" : "internal", errno, "layer %s: open %s", name, data);
   snprintf(link, cap, "/proc/self/fd/%d", fd);
@@ -51,19 +61,21 @@ int layer_mount(const char *name, const char *path, const char *data, int fill, 
     return fault_set(f, "layer_invalid", 0, "layer %s: %s is not a regular file", name, path);
   }
   if (mkdir(to, 0755) && errno != EEXIST) { close(file); return fault_host(f, errno, "make the mount point of layer %s", name); }
-  int blob = data ? data_prepare(name, data, fill, link, sizeof link, f) : -1;
+  int fuse = data && fill && loader_by_fuse();
+  int blob = fuse ? data_by_fuse(name, data, link, sizeof link, f) : data ? data_prepare(name, data, fill, link, sizeof link, f) : -1;
   if (f->code) { close(file); rmdir(to); return -1; }
   snprintf(source, sizeof source, "/proc/self/fd/%d", file);
   snprintf(options, sizeof options, "device=%s", link);
-  int bad = mount(source, to, "erofs", MS_RDONLY | MS_NODEV, data ? options : NULL), err = errno;
-  if (bad && data && fill) loader_unmark(link);
-  close_fd(&blob);
-  if (bad && err == ENOTBLK && !data) { // the kernel does not mount EROFS from a file; over a loop device nobody would wait for data
+  int bad = fuse || mount(source, to, "erofs", MS_RDONLY | MS_NODEV, data ? options : NULL), err = errno;
+  if (bad && data && fill && !fuse) loader_unmark(link);
+  // the kernel does not mount EROFS from a file; over a loop device nobody would wait for data, but for that of FUSE
+  if (fuse || (bad && err == ENOTBLK && !data)) {
     int dev = loop_attach(file, 1, 0, source, sizeof source, f);
-    bad = dev < 0 || mount(source, to, "erofs", MS_RDONLY | MS_NODEV, NULL);
+    bad = dev < 0 || mount(source, to, "erofs", MS_RDONLY | MS_NODEV, fuse ? options : NULL);
     err = errno;
     close_fd(&dev);
   }
+  close_fd(&blob);
   close(file);
   if (!bad) return 0;
   rmdir(to);

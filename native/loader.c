@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,6 +16,7 @@
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
+#include "fuse.h"
 #include "node.h"
 #include "util.h"
 
@@ -42,6 +44,7 @@ struct table {
   uint64_t serial, expired;
   _Alignas(8) char raw[4096];          // one read; all zero when nothing in it is unseen
   struct slot slots[SLOTS];
+  struct fuse_state fuse;              // then an event is a request, and its slot is any that is free
 };
 
 // To the filler; number NONE: `count` events had no answer in time since the group was made.
@@ -52,6 +55,7 @@ struct reply { uint64_t serial; uint32_t number, error; };
 static struct table *table;
 static uint8_t sent[SLOTS];
 static unsigned top, pending, unsent;  // slots in use are below `top`
+static int by_fuse;
 static int filler = -1;
 static pid_t filler_pid;
 static uint64_t deadline_ns;
@@ -78,12 +82,25 @@ static int take(pid_t aether) {
   return bad ? -1 : 0;
 }
 
+// A group whose events this kernel really has, for files where the layers are: tried on one that has no name. -1: it has not.
+static int new_group(struct fault *f) {
+  char path[32];
+  int group = fanotify_init(FAN_CLASS_PRE_CONTENT | FAN_UNLIMITED_QUEUE | FAN_UNLIMITED_MARKS | FAN_CLOEXEC | FAN_NONBLOCK, O_RDONLY | O_LARGEFILE | O_CLOEXEC);
+  if (group < 0) return errno == EMFILE ? fault_host(f, errno, "make a fanotify group") : -1;
+  int file = open(node.state, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+  if (file >= 0 && fanotify_mark(group, FAN_MARK_ADD, FAN_PRE_ACCESS, AT_FDCWD, path)) close_fd(&group);
+  close_fd(&file);
+  return group;
+}
+
 int loader_open(pid_t join, struct fault *f) {
   int life[2];
   if (join && !take(join)) return 0;
   for (int n = LOADER_GROUP; n <= LOADER_LIFE; n++) close(n);            // an aether of before there was a loader had some other use for one
-  int group = fanotify_init(FAN_CLASS_PRE_CONTENT | FAN_UNLIMITED_QUEUE | FAN_UNLIMITED_MARKS | FAN_CLOEXEC | FAN_NONBLOCK, O_RDONLY | O_LARGEFILE | O_CLOEXEC);
-  if (group < 0) return errno == EMFILE ? fault_host(f, errno, "make a fanotify group") : 0;
+  int group = node.fill_by == FILL_FUSE ? -1 : new_group(f);
+  if (group < 0 && !f->code && node.fill_by != FILL_FANOTIFY) group = fuse_open(f);
+  if (group < 0) return f->code ? -1 : 0;
   int memory = memfd_create("loader", MFD_CLOEXEC);
   if (place(group, LOADER_GROUP) || memory < 0 || ftruncate(memory, sizeof(struct table)) || place(memory, LOADER_TABLE) || pipe2(life, O_CLOEXEC | O_NONBLOCK))
     return fault_host(f, errno, "make the table of the loader");
@@ -93,9 +110,14 @@ int loader_open(pid_t join, struct fault *f) {
 
 int loader_present(void) { return fcntl(LOADER_GROUP, F_GETFD) >= 0; }
 
+int loader_by_fuse(void) {
+  struct stat st;
+  return !fstat(LOADER_GROUP, &st) && S_ISCHR(st.st_mode);
+}
+
 int loader_mark(const char *path) { return fanotify_mark(LOADER_GROUP, FAN_MARK_ADD, FAN_PRE_ACCESS, AT_FDCWD, path); }
 
-void loader_unmark(const char *path) { fanotify_mark(LOADER_GROUP, FAN_MARK_REMOVE, FAN_PRE_ACCESS, AT_FDCWD, path); }
+void loader_unmark(const char *path) { if (!loader_by_fuse()) fanotify_mark(LOADER_GROUP, FAN_MARK_REMOVE, FAN_PRE_ACCESS, AT_FDCWD, path); }
 
 static void run(void) __attribute__((noreturn));
 
@@ -113,11 +135,12 @@ int loader_start(struct fault *f) {
 static void answer(unsigned number, uint32_t response) {
   struct slot *s = &table->slots[number - OWN];
   struct fanotify_response r = {.fd = (int)number, .response = response};
-  (void)!write(LOADER_GROUP, &r, sizeof r);              // ENOENT: its reader was killed meanwhile
+  if (by_fuse) fuse_answer(&(struct fuse_read){s->serial, s->dev, s->ino, s->off, s->count}, response == ALLOW ? 0 : EIO);
+  else (void)!write(LOADER_GROUP, &r, sizeof r);         // ENOENT: its reader was killed meanwhile
   s->pending = 0;
   if (!sent[number - OWN]) unsent--;
   pending--;
-  close((int)number);
+  if (!by_fuse) close((int)number);
 }
 
 static int tell(const struct ask *a) { return send(filler, a, sizeof *a, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof *a ? 0 : -1; }
@@ -138,12 +161,10 @@ static void pass_all(void) {
     if (table->slots[i].pending) pass(i);
 }
 
-static void keep(unsigned index, const struct fanotify_event_metadata *m, const struct range *r, int mine) {
-  struct slot *s = &table->slots[index];
-  struct stat st = {0};
-  if (mine) fstat(m->fd, &st);
-  *s = (struct slot){.serial = ++table->serial, .dev = st.st_dev, .ino = st.st_ino, .off = r->off, .count = r->count, .arrived_ns = now_ns(), .pid = m->pid};
-  __atomic_store_n(&s->pending, 1, __ATOMIC_RELEASE);
+static void keep(unsigned index, struct slot s) {
+  s.arrived_ns = now_ns();
+  table->slots[index] = s;
+  __atomic_store_n(&table->slots[index].pending, 1, __ATOMIC_RELEASE);
   sent[index] = 0;
   pending++;
   unsent++;
@@ -165,14 +186,35 @@ static void sort_raw(int mine) {
     if (m->fd >= OWN && index < SLOTS && !table->slots[index].pending) {
       // a predecessor's descriptor died with it, and which file it was: inode 0 stands for every file
       if (!mine) dup3(NUL, m->fd, O_CLOEXEC);
-      keep(index, m, &r, mine);
+      struct stat st = {0};
+      if (mine) fstat(m->fd, &st);
+      keep(index, (struct slot){.serial = ++table->serial, .dev = st.st_dev, .ino = st.st_ino, .off = r.off, .count = r.count, .pid = m->pid});
     }
     p = end;
   }
   memset(table->raw, 0, sizeof table->raw);
 }
 
+// A request of FUSE goes to a free slot; a predecessor may have put it into one already.
+static void keep_request(const struct fuse_read *r, int mine) {
+  static unsigned next;
+  for (unsigned i = 0; i < top && !mine; i++)
+    if (table->slots[i].pending && table->slots[i].serial == r->unique) return;
+  while (table->slots[next % SLOTS].pending) next++;
+  keep(next++ % SLOTS, (struct slot){.serial = r->unique, .dev = r->dev, .ino = r->ino, .off = r->off, .count = r->count});
+}
+
+static void read_requests(void) {
+  struct fuse_read r;
+  for (int got; pending < FULL && (got = fuse_next(&r)) >= 0;) {
+    if (!got) continue;
+    keep_request(&r, 1);
+    fuse_noted();
+  }
+}
+
 static void read_events(void) {
+  if (by_fuse) { read_requests(); if (filler >= 0) pass_all(); return; }
   if (read(LOADER_GROUP, table->raw, sizeof table->raw) < 0 && errno != EAGAIN && errno != EINTR)
     fprintf(stderr, "loader: read of events: %s\n", strerror(errno));
   sort_raw(1);
@@ -228,7 +270,8 @@ static void read_filler(void) {
     if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS && c->cmsg_len == CMSG_LEN(sizeof fd)) memcpy(&fd, CMSG_DATA(c), sizeof fd);
     if (n != sizeof r) { close_fd(&fd); drop_filler(); return; }
     unsigned index = r.number - OWN;
-    if (r.number == NONE && fd >= 0) fanotify_mark(LOADER_GROUP, FAN_MARK_REMOVE, FAN_PRE_ACCESS, fd, NULL);
+    if (r.number == NONE && fd >= 0 && by_fuse) fuse_whole(fd);
+    else if (r.number == NONE && fd >= 0) fanotify_mark(LOADER_GROUP, FAN_MARK_REMOVE, FAN_PRE_ACCESS, fd, NULL);
     // the serial: its event may have expired, and the number may be another event's by now
     else if (r.number >= OWN && index < SLOTS && table->slots[index].pending && table->slots[index].serial == r.serial)
       answer(r.number, r.error ? DENY(r.error) : ALLOW);
@@ -267,10 +310,14 @@ static void move(int fd, int to) {
 
 static void prepare(void) {
   deadline_ns = node.fill_ms * 1000000u;
+  // Whoever leaves the node's mounts last unmounts them, and that waits for reads that are under way: not the process that answers them.
+  by_fuse = loader_by_fuse();
+  if (by_fuse && setns(node.host_ns, CLONE_NEWNS)) { fprintf(stderr, "loader: cannot leave the mounts: %s\n", strerror(errno)); _exit(1); }
   prctl(PR_SET_NAME, "loader", 0, 0, 0);
   char title[4096];
   snprintf(title, sizeof title, "aether loader %s", node.run);
-  node.run = strdup(node.run);         // it lies in what is overwritten
+  node.run = strdup(node.run);         // these lie in what is overwritten
+  node.state = strdup(node.state);
   memset(node.title, 0, node.title_size);
   snprintf(node.title, node.title_size, "%s", title);
   setsid();
@@ -288,12 +335,16 @@ static void prepare(void) {
     if (fcntl(n, F_GETFD) < 0) move(fcntl(NUL, F_DUPFD_CLOEXEC, n), n);
   for (unsigned i = 0; i < SLOTS; i++) {
     if (!table->slots[i].pending) continue;
-    dup3(NUL, (int)i + OWN, O_CLOEXEC);
+    if (!by_fuse) dup3(NUL, (int)i + OWN, O_CLOEXEC);
     pending++;
     unsent++;
     top = i + 1;
   }
-  sort_raw(0);
+  if (!by_fuse) { sort_raw(0); return; }
+  struct fuse_read r;
+  fuse_begin(&table->fuse, LOADER_GROUP);
+  if (fuse_again(&r) > 0) keep_request(&r, 0);
+  fuse_noted();
 }
 
 static void run(void) {
@@ -304,6 +355,7 @@ static void run(void) {
                          {.fd = LISTEN, .events = POLLIN},
                          {.fd = filler, .events = (short)(POLLIN | (unsent ? POLLOUT : 0))}};
     if (poll(p, 4, pending ? TICK_MS : -1) < 0 && errno != EINTR) _exit(1);
+    if (p[0].revents & POLLERR) _exit(1);                // FUSE was unmounted: nobody can wait any more
     if (p[0].revents & POLLIN) read_events();
     if (p[3].revents & POLLOUT) pass_all();
     if (p[3].revents & (POLLIN | POLLHUP | POLLERR) && filler >= 0) read_filler();

@@ -14,7 +14,10 @@ enum { CG_MEMORY, CG_PIDS, CG_CPU, CG_COUNT };
 #define NODE_SCRATCH "/.node/scratch"  // mount points that a sandbox's setup uses in its own copy: l0 l1 ... and m
 #define NODE_DEV "/.node/dev"          // template of every sandbox's /dev
 #define NODE_LOOP "/.node/loop"        // device nodes of our loop devices
+#define NODE_FUSE "/.node/remote"     // data of layers by FUSE, where the kernel has no pre-content events
 #define NODE_MARK "/.node/mark"        // tells this root from any other
+
+enum { FILL_AUTO, FILL_FANOTIFY, FILL_FUSE }; // how readers of remote data are made to wait; auto: events if the kernel has them
 
 struct node {
   const char *run, *state, *cgroup;
@@ -27,6 +30,7 @@ struct node {
   int v2, v1[CG_COUNT];                // directories <hierarchy>/<cgroup>; v1 -1: the controller lives in v2
   int medium, qgroups;                 // NODE_MEDIUM, and its /sys directory of quota groups; -1: not mounted
   int loader;                          // pidfd of the loader, -1: none
+  int fill_by;                         // FILL_*
   uint64_t fill_ms;                    // a read of a layer whose data does not come in this time fails
   unsigned masks;                      // which of mounts.c's masked paths this kernel has
 };

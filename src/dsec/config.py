@@ -80,6 +80,7 @@ class RemoteConfig(_Section, frozen=True):
     bandwidth_mbit: NotNegative = 0  # 0: no limit
     parallel: Positive = 16  # chunks under way at once
     deadline: Seconds = 30.0  # a read whose data does not come in this time fails with an I/O error
+    method: Literal["auto", "fanotify", "fuse"] = "auto"  # how a reader is made to wait; auto: fanotify where the kernel can (6.14)
 
 
 class Config(_Section, frozen=True):

@@ -125,6 +125,7 @@ def edge_config(config: Config) -> EdgeConfig:
         max_lifetime=sandbox.max_lifetime or None,
         idle_timeout=sandbox.idle_timeout or None,
         fill_deadline=config.remote.deadline,
+        fill_by=config.remote.method,
     )
 
 

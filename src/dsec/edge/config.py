@@ -44,6 +44,7 @@ class EdgeConfig:
     max_tombstones: int = _NODE.max_tombstones
     max_batch: int = _NODE.max_batch
     fill_deadline: float = _REMOTE.deadline  # a read of remote data that does not come in this time fails
+    fill_by: str = _REMOTE.method  # auto, fanotify, fuse
     stop_timeout: float = 10.0  # then the supervisor is taken for hung and the sandbox is reaped without it
     hang_timeout: float = 30.0  # a supervisor that does not answer for so long, while somebody waits for it, is taken for hung
     # defaults of a sandbox

@@ -155,7 +155,7 @@ class Container:
         config = self._config
         filter_path = config.seccomp or seccomp.build(config.run_dir / "seccomp.bpf")
         arguments = ["--run", str(config.run_dir), "--state", str(config.state_dir), "--cgroup", self.cgroup, "--seccomp", str(filter_path)]
-        arguments += ["--fill-ms", str(round(config.fill_deadline * 1000))]
+        arguments += ["--fill-ms", str(round(config.fill_deadline * 1000)), "--fill-by", config.fill_by]
         if join is not None:
             arguments += ["--join", str(join)]
         launcher = Launcher(self._config.aether, self._died)
