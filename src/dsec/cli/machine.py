@@ -140,7 +140,7 @@ def config_show(
         common.show_table(("key", "value"), ((key, value) for key, value, _ in rows))
 
 
-def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="create, exec, density, fork, layers or packdiff")]) -> None:
+def bench(context: typer.Context, name: Annotated[str, typer.Argument(help="which: see bench/README.md")]) -> None:
     """Run a benchmark of a checkout: `dsec bench create --quick`."""
     checkouts = [Path(__file__).resolve().parents[3], Path.cwd()]
     root = next((path for path in checkouts if (path / "bench" / "common.py").is_file()), checkouts[1])
