@@ -2,8 +2,8 @@
 of everything first. `python -m bench.coldstart [--quick]`.
 
 The image is Debian with python3 and git under a layer of documentation, together above 300 MB, behind `bench.objects` on loopback. Each
-start is on a fresh node that has nothing of it. Time: from the pull to the command's exit, the sandbox's creation included; on the node: what
-its layers take on the disk afterwards.
+start is on a fresh node that has nothing of it. Time: from the pull to the command's exit, the sandbox's creation included; on the node:
+what its layers take on the disk afterwards.
 """
 from __future__ import annotations
 

@@ -75,6 +75,7 @@ from libdsec.wire import (
     Limits,
     NodeInfo,
     PackResult,
+    PushResult,
     SandboxInfo,
     SessionInfo,
     SnapshotInfo,

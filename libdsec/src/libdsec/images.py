@@ -22,9 +22,11 @@ from libdsec.wire import (
     ImagePull,
     LayerInfo,
     LayerLease,
+    LayerPull,
     LayerRequest,
     Limits,
     Progress,
+    PushResult,
     SnapshotInfo,
     SquashRequest,
 )
@@ -64,6 +66,18 @@ class Layers:
     async def remove(self, ref: str) -> LayerInfo:
         """Remove a name, and with its last name the layer. LayerInUse names what still needs it."""
         return await self._api.call("DELETE", path("layers", ref), LayerInfo)
+
+    async def push(self, ref: str, *, on_progress: OnProgress | None = None) -> PushResult:
+        """Send a layer and those below it to the node's store. What is there is not sent again."""
+        headers = {**SEND_MSGPACK, "accept": _LINES}
+        response = await self._api.open("POST", f"{path('layers', ref)}/push", headers=headers, idle_timeout=_SILENCE)
+        return await _follow(response, on_progress, PushResult)
+
+    async def pull(self, ref: str, *, name: str | None = None, lazy: bool = True, on_progress: OnProgress | None = None) -> LayerInfo:
+        """Bring a layer and those below it from the node's store; `lazy`: its data comes when it is read."""
+        body, headers = LayerPull(reference=ref, name=name, lazy=lazy), {**SEND_MSGPACK, "accept": _LINES}
+        response = await self._api.open("POST", "/v1/layers:pull", body=encode(body), headers=headers, idle_timeout=_SILENCE)
+        return await _follow(response, on_progress, LayerInfo)
 
     async def lease(self, ref: str, holder: str, seconds: float) -> LayerInfo:
         """Hold a layer against removal and gc for so long from now; 0 lets go of it."""

@@ -43,6 +43,7 @@ from libdsec.wire import (
     Limits,
     NodeInfo,
     PackResult,
+    PushResult,
     SandboxInfo,
     SessionInfo,
     SnapshotInfo,
@@ -481,6 +482,14 @@ class SyncLayers(_Wrapper):
     def remove(self, ref: str) -> LayerInfo:
         """Remove a name, and with its last name the layer. LayerInUse names what still needs it."""
         return self._portal.run(self._inner.remove(ref))
+
+    def push(self, ref: str, *, on_progress: OnProgress | None = None) -> PushResult:
+        """Send a layer and those below it to the node's store. What is there is not sent again."""
+        return self._portal.run(self._inner.push(ref, on_progress=self._portal.callback(on_progress)))
+
+    def pull(self, ref: str, *, name: str | None = None, lazy: bool = True, on_progress: OnProgress | None = None) -> LayerInfo:
+        """Bring a layer and those below it from the node's store; `lazy`: its data comes when it is read."""
+        return self._portal.run(self._inner.pull(ref, name=name, lazy=lazy, on_progress=self._portal.callback(on_progress)))
 
     def lease(self, ref: str, holder: str, seconds: float) -> LayerInfo:
         """Hold a layer against removal and gc for so long from now; 0 lets go of it."""

@@ -368,6 +368,31 @@ class LayerRequest(Model):
     prefix: str = "/"  # where `directory` or `tar` is put inside the layer
 
 
+class LayerPull(Model):
+    """Bring a layer and those below it from the node's store. `name`: what to call it here; absent: as there."""
+
+    reference: str
+    name: str | None = None
+    lazy: bool = True  # its data comes when it is read
+
+
+class SentLayer(Reply):
+    """One layer that was pushed. Bytes; what the store had already was not sent."""
+
+    digest: str
+    chunks: int
+    bytes: int
+    sent_chunks: int
+    sent_bytes: int
+
+
+class PushResult(Reply):
+    """What a push did. `digest`: the name of the layer in the store."""
+
+    digest: str
+    layers: list[SentLayer]
+
+
 class LayerLease(Model):
     """Hold a layer against removal for so many seconds from now; 0 lets go of it."""
 

@@ -7,7 +7,7 @@ from dsec.apiserver.builds import EdgeRunner
 from dsec.apiserver.request import Request
 from dsec.apiserver.streams import send_progress
 from libdsec.errors import InvalidRequest
-from libdsec.wire import EnvironmentSpec, GcRequest, ImagePull, LayerLease, LayerRequest, SquashRequest
+from libdsec.wire import EnvironmentSpec, GcRequest, ImagePull, LayerLease, LayerPull, LayerRequest, SquashRequest
 
 
 async def list_all(parts: Parts, request: Request) -> None:
@@ -24,6 +24,15 @@ async def remove(parts: Parts, request: Request) -> None:
 
 async def verify(parts: Parts, request: Request) -> None:
     await request.reply(await parts.images.verify(request.path["ref"]))
+
+
+async def push(parts: Parts, request: Request) -> None:
+    await send_progress(request, parts.images.push_layer(request.path["ref"]))
+
+
+async def pull(parts: Parts, request: Request) -> None:
+    wanted: LayerPull = request.body
+    await send_progress(request, parts.images.pull_layer(wanted.reference, lazy=wanted.lazy, name=wanted.name))
 
 
 async def lease(parts: Parts, request: Request) -> None:

@@ -199,7 +199,7 @@ class Catalog:
         with self._lock:
             query = (
                 "SELECT digest, max(name) FROM names GROUP BY digest HAVING max(bound_at)<? "
-                "AND max(current AND name NOT LIKE 'oci/%' AND name NOT LIKE 'build/%')=0"
+                "AND max(current AND name NOT LIKE 'oci/%' AND name NOT LIKE 'build/%' AND name NOT LIKE 'remote/%')=0"
             )
             return dict(self._db.execute(query, (before,)).fetchall())
 
