@@ -27,7 +27,7 @@ from typing import Any
 from tests.harness import seed_layers
 
 from libdsec import DSecClient
-from libdsec.errors import LayerNotFound
+from libdsec.errors import DSecError, LayerNotFound
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "bench"
@@ -234,7 +234,10 @@ def node(medium_mb: int = 8192, bases: bool = False) -> Iterator[Node]:
         key = (home / "state" / "api.key").read_text().strip()
         made = Node(home, url, key, [], process)
         made.images = _layers(made)
-        yield made
+        try:
+            yield made
+        finally:
+            asyncio.run(_stop_all(made))  # a bench that failed leaves some, and a node that ends leaves them running
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -247,6 +250,12 @@ def node(medium_mb: int = 8192, bases: bool = False) -> Iterator[Node]:
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(home, ignore_errors=True)
         shutil.rmtree(run, ignore_errors=True)
+
+
+async def _stop_all(made: Node) -> None:
+    with contextlib.suppress(DSecError):
+        async with DSecClient(made.url, api_key=made.key) as client:
+            await client.stop_all(everything=True)
 
 
 def _wait_for(socket: Path, process: subprocess.Popen[bytes], log: Path) -> str:
