@@ -18,6 +18,7 @@
 #include <unistd.h>
 #include "fuse.h"
 #include "node.h"
+#include "presence.h"
 #include "util.h"
 
 #ifndef FAN_PRE_ACCESS
@@ -35,6 +36,7 @@
 #define FULL (SLOTS - 256)             // then no more are read: they wait in the kernel
 #define TICK_MS 200
 #define NONE 0xffffffffu
+#define NOTICE 0xfffffffeu
 enum { NUL = 3, LIFE = 4, LISTEN = 5 };
 
 struct range { struct fanotify_event_info_header h; uint32_t pad; uint64_t off, count; };
@@ -47,9 +49,9 @@ struct table {
   struct fuse_state fuse;              // then an event is a request, and its slot is any that is free
 };
 
-// To the filler; number NONE: `count` events had no answer in time since the group was made.
+// To the filler; number NONE: `count` events had no answer in time since the group was made; NOTICE: a read at an edge, let through.
 struct ask { uint64_t serial, dev, ino, off, count; uint32_t number, pid; };
-// From the filler; number NONE comes with the descriptor of a file that is complete: its mark goes.
+// From the filler; number NONE comes with the descriptor of a file that is complete: its mark goes; NOTICE: of a map (presence.h).
 struct reply { uint64_t serial; uint32_t number, error; };
 
 static struct table *table;
@@ -150,6 +152,9 @@ static void pass(unsigned index) {
   if (filler < 0 || sent[index]) return;
   // the filler writes through a descriptor that may be younger than the mark: it must not wait for itself
   if (s->pid == filler_pid) { answer(index + OWN, ALLOW); return; }
+  int there = presence_of(s->dev, s->ino, s->off, s->count);
+  if (there == EDGE) tell(&(struct ask){0, s->dev, s->ino, s->off, s->count, NOTICE, (uint32_t)s->pid});
+  if (there != ABSENT) { answer(index + OWN, ALLOW); return; }
   struct ask a = {s->serial, s->dev, s->ino, s->off, s->count, index + OWN, (uint32_t)s->pid};
   if (tell(&a)) return;                // its socket is full (POLLOUT comes) or it is gone (POLLHUP comes)
   sent[index] = 1;
@@ -241,6 +246,7 @@ static void expire(void) {
 static void drop_filler(void) {
   close_fd(&filler);
   filler_pid = 0;
+  presence_drop();
   memset(sent, 0, sizeof sent);
   unsent = pending;                    // the next one gets all of them
 }
@@ -272,6 +278,7 @@ static void read_filler(void) {
     unsigned index = r.number - OWN;
     if (r.number == NONE && fd >= 0 && by_fuse) fuse_whole(fd);
     else if (r.number == NONE && fd >= 0) fanotify_mark(LOADER_GROUP, FAN_MARK_REMOVE, FAN_PRE_ACCESS, fd, NULL);
+    else if (r.number == NOTICE && fd >= 0) presence_take(fd);
     // the serial: its event may have expired, and the number may be another event's by now
     else if (r.number >= OWN && index < SLOTS && table->slots[index].pending && table->slots[index].serial == r.serial)
       answer(r.number, r.error ? DENY(r.error) : ALLOW);
@@ -356,9 +363,10 @@ static void run(void) {
                          {.fd = filler, .events = (short)(POLLIN | (unsent ? POLLOUT : 0))}};
     if (poll(p, 4, pending ? TICK_MS : -1) < 0 && errno != EINTR) _exit(1);
     if (p[0].revents & POLLERR) _exit(1);                // FUSE was unmounted: nobody can wait any more
+    // first: what a dead filler said is there may be another file's number by now
+    if (p[3].revents & (POLLIN | POLLHUP | POLLERR) && filler >= 0) read_filler();
     if (p[0].revents & POLLIN) read_events();
     if (p[3].revents & POLLOUT) pass_all();
-    if (p[3].revents & (POLLIN | POLLHUP | POLLERR) && filler >= 0) read_filler();
     if (p[2].revents & POLLIN) accept_filler();
     if (p[1].revents & POLLHUP) _exit(0);                // the launcher and every sandbox are gone
     uint64_t now = now_ns();

@@ -41,6 +41,7 @@ class Metrics:
             for name, text in (
                 ("fetched_bytes", "Bytes of layers fetched from the store"),
                 ("fetched_chunks", "Chunks of layers fetched from the store"),
+                ("copied_bytes", "Bytes of layers copied from other layers of this node"),
                 ("bad_chunks", "Chunks that were missing, truncated or had other bytes than their name says"),
                 ("store_errors", "Requests that the store did not answer"),
                 ("reads", "Reads of layers whose data was not all on this node"),

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from dsec.images.remote import descriptor as descriptors
 from dsec.images.remote.descriptor import Descriptor
+from dsec.images.remote.presence import Presence
 from libdsec.errors import LayerInvalid
 
 PUNCH, KEEP_SIZE = 2, 1  # fallocate(2)
@@ -142,13 +143,23 @@ class Blob:
         self._lock = threading.Lock()  # of what is recorded
         self.bytes = 0
         self.lost: list[int] = []
+        self.shared: Presence | None = None
         if status.st_size == self.descriptor.size:
             self._load()
         else:
             os.ftruncate(self.fd, self.descriptor.size)
 
+    def share(self) -> Presence:
+        """What is there, in memory that the loader can have too."""
+        if self.shared is None:
+            self.shared = Presence(self.key, self.offsets, self.have)
+        return self.shared
+
     def close(self) -> None:
         """Record what is there, and let go."""
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
         self.record()
         os.close(self.fd)
         os.close(self._bits)
@@ -208,6 +219,8 @@ class Blob:
             self.have[index] = 1
             self.bytes += self.descriptor.chunks[index].length
             self._unrecorded.add(index)
+            if self.shared is not None:
+                self.shared.there(index)
 
     def record(self) -> None:
         """Make what is there survive a crash of the machine: the bytes first, then their bits. Any thread."""
@@ -256,6 +269,8 @@ class Blob:
             raise
         self._lock.acquire()
         try:
+            if self.shared is not None:
+                self.shared.clear()
             (self.directory / "complete").unlink(missing_ok=True)
             self.have = bytearray(len(self.have))
             self._unrecorded = set()

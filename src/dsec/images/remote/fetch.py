@@ -1,4 +1,5 @@
-"""Getting chunks: each once however many ask, checked before anybody can see it, within limits of how many and how fast.
+"""Getting chunks: each once however many ask, checked before anybody can see it, within limits of how many and how fast. What another
+layer of this node has is copied from there.
 
 Whoever waits for a read comes before what is fetched ahead: that has slots of its own, and waits while a read waits for the wire.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -18,6 +21,7 @@ from dsec.images.remote.stores import Missing, Store
 from libdsec.errors import StoreUnavailable
 
 RETRY = (0.1, 0.2, 0.5, 1.0, 2.0)
+FEW = 2  # chunks under way up to which one is checked and written where it arrives: below that another thread costs more than it gives
 
 
 class ChunkBad(Exception):
@@ -46,6 +50,8 @@ class Counters(msgspec.Struct):
     evicted_bytes: int = 0
     expired_reads: int = 0
     lost_chunks: int = 0
+    copied_bytes: int = 0
+    copied_chunks: int = 0
 
 
 class Bucket:
@@ -86,11 +92,54 @@ class Fetcher:
         self._bucket = Bucket(rate)
         self._flying: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._still: set[str] = set()
+        self._near: dict[str, tuple[Blob, int]] = {}  # where the bytes of a chunk are on this node
+        self._coming: dict[str, asyncio.Task[None]] = {}  # by content: two layers that lack one chunk fetch it once
         self._told = 0.0
         self._waiting = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
         self.on_fill: Callable[[Blob], None] = lambda blob: None
+
+    def opened(self, blob: Blob) -> None:
+        """What this blob has, others need not fetch."""
+        for index, there in enumerate(blob.have):
+            if there:
+                self._near[blob.descriptor.chunks[index].sha256] = blob, index
+
+    def forget(self, blob: Blob) -> None:
+        """It is about to be closed."""
+        for sha256 in [sha256 for sha256, (other, _) in self._near.items() if other is blob]:
+            del self._near[sha256]
+
+    def copy(self, blob: Blob, index: int) -> bool:
+        """Take a chunk from another layer of this node, at once. False: none has it, or it is under way."""
+        if blob.have[index]:
+            return True
+        if (blob.digest, index) in self._flying or blob.digest in self._still or not self._copied(blob, index):
+            return False
+        self._filled(blob, index)
+        return True
+
+    def _copied(self, blob: Blob, index: int) -> bool:
+        """The other layer may be making room just now, or its disk be bad: these bytes are compared like any."""
+        chunk = blob.descriptor.chunks[index]
+        other, number = self._near.get(chunk.sha256, (None, 0))
+        if other is None or not other.have[number]:
+            return False
+        try:
+            data = os.pread(other.fd, chunk.length, other.offsets[number])
+        except OSError:
+            return False
+        if not _check_and_fill(blob, index, data, chunk.sha256):
+            return False
+        self.counters.copied_chunks += 1
+        self.counters.copied_bytes += chunk.length
+        return True
+
+    def _filled(self, blob: Blob, index: int) -> None:
+        blob.filled(index)
+        self._near[blob.descriptor.chunks[index].sha256] = blob, index
+        self.on_fill(blob)
 
     async def need(self, blob: Blob, indexes: Iterable[int]) -> None:
         """All these chunks, for somebody who waits. ChunkBad at once; StoreUnavailable when the store does not come back in time."""
@@ -149,11 +198,15 @@ class Fetcher:
         task = self._flying.get(key)
         if task is None:
             task = self._flying[key] = asyncio.get_running_loop().create_task(self._fetch(blob, index, slots))
-            task.add_done_callback(lambda done: self._landed(key, done))
+            sha256 = blob.descriptor.chunks[index].sha256
+            self._coming.setdefault(sha256, task)
+            task.add_done_callback(lambda done: self._landed(key, sha256, done))
         return task
 
-    def _landed(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
+    def _landed(self, key: tuple[str, int], sha256: str, task: asyncio.Task[None]) -> None:
         del self._flying[key]
+        if self._coming.get(sha256) is task:
+            del self._coming[sha256]
         if not task.cancelled():
             task.exception()  # seen: whoever waited has it
 
@@ -163,6 +216,11 @@ class Fetcher:
         if blob.digest in self._still:
             raise StoreUnavailable(f"layer {blob.digest} makes room just now", layer=blob.digest)
         chunk = blob.descriptor.chunks[index]
+        first = self._coming.get(chunk.sha256)
+        if first is not None and first is not asyncio.current_task():
+            await asyncio.wait([first])
+        if chunk.sha256 in self._near and await self._off(self._copied, blob, index):
+            return self._filled(blob, index)
         async with slots:
             await self._bucket.take(chunk.length)
             try:
@@ -177,10 +235,13 @@ class Fetcher:
         if len(data) != chunk.length:
             raise self._bad("chunk_truncated", blob, index, f"has {len(data)} bytes instead of {chunk.length}")
         # not interrupted: a write that was begun ends before anybody may think that there was none
-        if not await asyncio.to_thread(_check_and_fill, blob, index, data, chunk.sha256):
+        if not await self._off(_check_and_fill, blob, index, data, chunk.sha256):
             raise self._bad("chunk_corrupt", blob, index, "has other bytes than its name says")
-        blob.filled(index)
-        self.on_fill(blob)
+        self._filled(blob, index)
+
+    async def _off(self, work: Callable[..., bool], *arguments: Any) -> bool:
+        """Beside the loop when there is much to do, so that cores share it."""
+        return work(*arguments) if len(self._flying) <= FEW else await asyncio.to_thread(work, *arguments)
 
     def _bad(self, name: str, blob: Blob, index: int, what: str) -> ChunkBad:
         self.counters.bad_chunks += 1

@@ -32,9 +32,11 @@ from libdsec.errors import DSecError, LayerInvalid, LayerNotFound, StoreUnavaila
 ASK = struct.Struct("<QQQQQII")  # serial, device, inode, offset, count, number, pid
 REPLY = struct.Struct("<QII")  # serial, number, errno
 NO_NUMBER = 0xFFFFFFFF
+NOTICE = 0xFFFFFFFE  # a read at an edge that was let through; to the loader: with a map of what is there
 RECORD_EVERY = 1.0  # seconds between records of what is there
 SURVEY_EVERY = 30.0
 READAHEAD = 4  # chunks behind one that a sequential reader took
+COPY_AT_ONCE = 4  # chunks of one read
 FREE_FLOOR = 256 << 20  # bytes of disk that fetching leaves free
 
 
@@ -124,6 +126,7 @@ class Filler:
 
     def save(self) -> None:
         """Record everything."""
+        self._collect()
         for blob in self.blobs.values():
             blob.record()
         for recorder in self._recorders.values():
@@ -173,6 +176,8 @@ class Filler:
                 raise LayerNotFound(f"no data of layer {digest} in {directory.parent}", layer=digest)
             blob = self.blobs[digest] = Blob(directory)
             self._by_file[blob.key] = blob
+            self.fetcher.opened(blob)
+            self._share(blob)
             if blob.lost:
                 self.counters.lost_chunks += len(blob.lost)
                 text = f"{len(blob.lost)} chunks of layer {digest} were recorded and are holes: they are fetched again"
@@ -183,6 +188,7 @@ class Filler:
         blob = self.blobs.pop(digest, None)
         if blob is not None:
             del self._by_file[blob.key]
+            self.fetcher.forget(blob)
             blob.close()
 
     def _find(self, key: tuple[int, int]) -> Blob | None:
@@ -211,7 +217,20 @@ class Filler:
                 told = msgspec.structs.replace(self.counters)
                 self.say(Line(counters=told, cache_bytes=self._allocated()))
 
+    def _collect(self) -> None:
+        """Which reads the loader let through."""
+        for blob in self.blobs.values():
+            if blob.shared is None:
+                continue
+            reads, chunks = blob.shared.read()
+            self.counters.reads += reads
+            if reads:
+                self._touched[blob.digest] = time.monotonic()
+            for recorder in self._recorders.values():
+                recorder.touch(blob.digest, chunks)
+
     async def _record(self) -> None:
+        self._collect()
         for digest in list(self._changed):
             self._changed.discard(digest)
             blob = self.blobs.get(digest)
@@ -312,11 +331,14 @@ class Filler:
     def _readahead(self, blob: Blob, chunks: range) -> None:
         """A reader that goes on where the last one ended gets the next chunks before it asks."""
         last, self._last[blob.digest] = self._last.get(blob.digest, -2), chunks[-1]
-        if chunks[0] - last != 1 or self._over() or not self._room():
+        if not 0 <= chunks[0] - last <= 1 or self._over() or not self._room():
             return
-        for index in range(chunks[-1] + 1, min(chunks[-1] + 1 + READAHEAD, len(blob.have))):
-            if not blob.have[index]:
-                self._spawn(self.fetcher.ahead(blob, index))
+        window = range(chunks[-1] + 1, min(chunks[-1] + 1 + READAHEAD, len(blob.have)))
+        missing = [index for index in window if not blob.have[index]]
+        for index in missing:
+            self._spawn(self.fetcher.ahead(blob, index))
+        if missing and blob.shared is not None:
+            blob.shared.edge(window[0])
 
     # the loader -------------------------------------------------------------------------------------------------------------------
 
@@ -337,6 +359,7 @@ class Filler:
             gone = loop.create_future()
             loop.add_reader(link.fileno(), self._readable, link, gone)
             for blob in self.blobs.values():
+                self._share(blob)
                 if blob.complete:
                     self._unmark(blob)
             await gone
@@ -360,6 +383,8 @@ class Filler:
             if number == NO_NUMBER:
                 self.counters.expired_reads = count
                 self.tell(Event("read_expired", "", f"reads without an answer in {self.settings.deadline:g} s so far: {count}"))
+            elif number == NOTICE:
+                self._passed((device, inode), offset, count)
             else:
                 self._read(serial, number, (device, inode), offset, count)
 
@@ -377,12 +402,21 @@ class Filler:
         self._touched[blob.digest] = time.monotonic()
         for recorder in self._recorders.values():
             recorder.touch(blob.digest, chunks)
-        if all(blob.have[index] for index in chunks):
+        missing = [index for index in chunks if not blob.have[index]]
+        # what another layer has is there sooner than a task would be
+        if not missing or (len(missing) <= COPY_AT_ONCE and self._room() and all([self.fetcher.copy(blob, index) for index in missing])):
             self._answer(serial, number, 0)
         else:
             self.counters.waited_reads += 1
             self._spawn(self._fill(serial, number, [(blob, chunks)]))
         if chunks:
+            self._readahead(blob, chunks)
+
+    def _passed(self, key: tuple[int, int], offset: int, count: int) -> None:
+        blob = self._by_file.get(key)
+        if blob is not None and blob.shared is not None and (chunks := blob.overlapping(offset, count)):
+            for index in chunks:
+                blob.shared.passed(index)
             self._readahead(blob, chunks)
 
     async def _fill(self, serial: int, number: int, wanted: list[tuple[Blob, range]]) -> None:
@@ -403,6 +437,12 @@ class Filler:
         if self._link is not None:
             with contextlib.suppress(OSError):  # the next loader asks again
                 self._link.send(REPLY.pack(serial, number, error))
+
+    def _share(self, blob: Blob) -> None:
+        """From now on the loader asks about what is not there only. Where this fails it goes on to ask about everything."""
+        if self._link is not None and blob.have:
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._link, [REPLY.pack(0, NOTICE, 0)], [blob.share().fd])
 
     def _unmark(self, blob: Blob) -> None:
         """Reads of a blob that is complete need nobody."""

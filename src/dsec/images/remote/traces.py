@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -34,7 +35,7 @@ class Recorder:
         """What an earlier run recorded stays, and stays in front."""
         self._order = {**dict.fromkeys(trace), **self._order}
 
-    def touch(self, layer: str, chunks: range) -> None:
+    def touch(self, layer: str, chunks: Iterable[int]) -> None:
         """A read of these chunks."""
         if layer not in self._layers or len(self._order) >= MOST:
             return
