@@ -80,6 +80,7 @@ class RemoteConfig(_Section, frozen=True):
     bandwidth_mbit: NotNegative = 0  # 0: no limit
     parallel: Positive = 16  # chunks under way at once
     deadline: Seconds = 30.0  # a read whose data does not come in this time fails with an I/O error
+    collapse_kb: NotNegative = 1024  # a push makes one layer of neighbours of one kind that are smaller than this; 0: never
     method: Literal["auto", "fanotify", "fuse"] = "auto"  # how a reader is made to wait; auto: fanotify where the kernel can (6.14)
 
 

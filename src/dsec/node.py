@@ -137,6 +137,7 @@ def remote_settings(remote: RemoteConfig) -> RemoteSettings:
         rate=remote.bandwidth_mbit * 1e6 / 8,
         parallel=remote.parallel,
         deadline=remote.deadline,
+        collapse_bytes=remote.collapse_kb * 1024,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dsec.images import squash as squashing
 from dsec.images.build import Program
 from dsec.images.model import DiffOrigin, split_reference
 from libdsec.errors import DSecError, InvalidRequest
@@ -76,7 +77,7 @@ async def squash(images: Images, name: str, target: str | None) -> EnvironmentIn
     top = resolved.layers[below:]
     if any(layer.data is not None for layer in top):
         raise InvalidRequest(f"a diff of environment {found.name} is in a store: pull it whole first", environment=found.name)
-    program = Program("dsec.images.squash", [word for layer in top for word in ("--image", str(layer.path))])
+    program = squashing.program(top, resolved.layers[:below])
     base, _ = split_reference(target or found.name)
     made: dict[str, Any] = {}
     async for line in images.make(base, "diff", list(found.layers[:below]), "/", f"squash of {len(top)} diffs", lambda work: program):

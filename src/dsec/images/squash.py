@@ -1,21 +1,26 @@
-"""Several layers as one: what is in the topmost wins, deletions stay (something below may need them). A process of its own, as
+"""Several layers as one: what is in the topmost wins, deletions stay where something below needs them. A process of its own, as
 `dsec.images.pack` is, with the same options and
 
     --image FILE ...        lowest first
+    --below FILE DATA ...   what these lie on, lowest first; DATA of a split image, else empty
 
+A deletion of what is not there would be seen: in a directory that only one layer has, overlayfs lists whiteouts as names.
 The images are mounted in a mount namespace of this process alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dsec.images.build import Program
+from dsec.images.model import Layer
 from dsec.images.pack import Reporter, arguments, pack, read, run
 from dsec.images.tarstream import CHAR, DIRECTORY, FIFO, HARDLINK, REGULAR, SYMLINK, Caps, Entry, show
 from dsec.linux.calls import MS_RDONLY, mount, private_mounts
@@ -29,10 +34,10 @@ KINDS = {stat.S_IFREG: REGULAR, stat.S_IFDIR: DIRECTORY, stat.S_IFLNK: SYMLINK, 
 class Merged:
     """The members of all layers together, for `pack`."""
 
-    def __init__(self, roots: list[bytes]) -> None:
+    def __init__(self, roots: list[bytes], below: list[bytes]) -> None:
         self._roots = roots  # topmost first
         self._linked: dict[tuple[int, int], bytes] = {}
-        self._members = self._directory(b"", list(range(len(roots))))
+        self._members = self._directory(b"", list(range(len(roots))), below)
         self._file: int | None = None
         self._left = 0
 
@@ -62,20 +67,22 @@ class Merged:
             os.close(self._file)
             self._file = None
 
-    def _directory(self, path: bytes, layers: list[int]) -> Iterator[tuple[Entry, bytes]]:
-        """Everything below a directory that these layers, topmost first, make up together."""
+    def _directory(self, path: bytes, layers: list[int], below: list[bytes]) -> Iterator[tuple[Entry, bytes]]:
+        """Everything in a directory that these layers, topmost first, make up together; `below`: the roots under them that have it."""
         holders: dict[bytes, list[int]] = {}
         for layer in layers:
             for name in os.listdir(self._roots[layer] + b"/" + path):
                 holders.setdefault(name, []).append(layer)
         for name in sorted(holders):
             at = path + b"/" + name if path else name
-            yield from self._name(at, holders[name])
+            yield from self._name(at, holders[name], below)
 
-    def _name(self, path: bytes, layers: list[int]) -> Iterator[tuple[Entry, bytes]]:
+    def _name(self, path: bytes, layers: list[int], below: list[bytes]) -> Iterator[tuple[Entry, bytes]]:
         where = self._roots[layers[0]] + b"/" + path
         info = os.lstat(where)
         entry = self._entry(path, where, info)
+        if _is_whiteout(info) and not _is_there(path, below):
+            return
         if not stat.S_ISDIR(info.st_mode):
             key = (layers[0], info.st_ino)
             if info.st_nlink > 1 and entry.kind == REGULAR:
@@ -97,7 +104,7 @@ class Merged:
         if opaque:
             entry.xattrs[OPAQUE] = b"y"
         yield entry, where
-        yield from self._directory(path, together)
+        yield from self._directory(path, together, [] if opaque else _directories(path, below))
 
     def _entry(self, path: bytes, where: bytes, info: os.stat_result) -> Entry:
         kind = KINDS.get(stat.S_IFMT(info.st_mode))
@@ -125,6 +132,35 @@ class Merged:
         )
 
 
+def _is_whiteout(info: os.stat_result) -> bool:
+    return stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
+
+
+def _is_there(path: bytes, roots: list[bytes]) -> bool:
+    """These, topmost first, show something at this path; its directory is one in all of them."""
+    for root in roots:
+        with contextlib.suppress(FileNotFoundError):
+            return not _is_whiteout(os.lstat(root + b"/" + path))
+    return False
+
+
+def _directories(path: bytes, roots: list[bytes]) -> list[bytes]:
+    """Those that make up this directory together."""
+    found = []
+    for root in roots:
+        at = root + b"/" + path
+        try:
+            info = os.lstat(at)
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISDIR(info.st_mode):
+            break
+        found.append(root)
+        if _xattr(at, OPAQUE) == b"y":
+            break
+    return found
+
+
 def _xattr(path: bytes, name: bytes) -> bytes | None:
     try:
         return os.getxattr(path, name, follow_symlinks=False)
@@ -132,6 +168,12 @@ def _xattr(path: bytes, name: bytes) -> bytes | None:
         if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
             return None
         raise
+
+
+def program(images: Sequence[Layer], below: Sequence[Layer]) -> Program:
+    """The process that makes one image of these layers, which lie on those; both lowest first."""
+    words = [word for layer in images for word in ("--image", str(layer.path))]
+    return Program("dsec.images.squash", words + [word for layer in below for word in ("--below", str(layer.path), str(layer.data or ""))])
 
 
 def _has_holes(root: Path) -> bool:
@@ -146,17 +188,24 @@ def _has_holes(root: Path) -> bool:
     return False
 
 
-def squash(images: list[Path], output: Path, mkfs: Path, caps: Caps, report: Reporter) -> dict[str, object]:
+def squash(
+    images: list[Path], below: list[tuple[str, str]], output: Path, mkfs: Path, caps: Caps, report: Reporter
+) -> dict[str, object]:
     """Write one image of all of them. DSecError, OSError."""
     private_mounts()
-    roots = []
+    roots, under = [], []
+    for number, (path, data) in enumerate(below):
+        root = output.parent / f"b{number}"
+        root.mkdir()
+        mount(path, str(root), "erofs", MS_RDONLY, f"device={data}" if data else None)
+        under.append(root)
     for number, image in enumerate(images):
         root = output.parent / f"l{number}"
         root.mkdir()
         mount(str(image), str(root), "erofs", MS_RDONLY)
         roots.append(root)
     chunked = any(_has_holes(root) for root in roots)
-    merged = Merged([os.fsencode(root) for root in reversed(roots)])
+    merged = Merged([os.fsencode(root) for root in reversed(roots)], [os.fsencode(root) for root in reversed(under)])
     return pack(merged, output, mkfs, prefix="/", caps=caps, report=report, devices=True, chunked=chunked)
 
 
@@ -164,8 +213,9 @@ def main() -> int:
     """See the module's text."""
     parser = arguments()
     parser.add_argument("--image", type=Path, action="append", required=True)
+    parser.add_argument("--below", nargs=2, action="append", default=[])
     options, caps = read(parser)
-    return run(lambda report: squash(options.image, options.output, options.mkfs, caps, report), options.output)
+    return run(lambda report: squash(options.image, options.below, options.output, options.mkfs, caps, report), options.output)
 
 
 if __name__ == "__main__":

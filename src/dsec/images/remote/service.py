@@ -33,13 +33,15 @@ _BAD = {
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where layers come from, and how. Bytes, seconds; `store` empty: there is none, `cache_bytes`, `rate` 0: no limit."""
+    """Where layers come from, and how. Bytes, seconds; `store` empty: there is none, `cache_bytes`, `rate` 0: no limit. Layers smaller
+    than `collapse_bytes` are pushed as one with their neighbours."""
 
     store: str = ""
     cache_bytes: int = 0
     rate: float = 0.0
     parallel: int = 16
     deadline: float = 30.0
+    collapse_bytes: int = 1 << 20
 
 
 class Remote:
