@@ -62,7 +62,7 @@ def diagnose(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools |
         lambda: _medium(tools),
     ]
     if not fatal_only:
-        groups += [lambda: _tools(tools), lambda: _limits(), lambda: _room(Path(state_dir))]
+        groups += [lambda: _on_demand(Path(state_dir)), lambda: _tools(tools), lambda: _limits(), lambda: _room(Path(state_dir))]
     with ThreadPoolExecutor(4) as pool:  # the probes are processes: waiting for several at once costs nothing
         found = [check for group in pool.map(lambda make: list(make()), groups) for check in group]
     return [check for check in found if check.level == FATAL] if fatal_only else found
@@ -269,6 +269,26 @@ def _medium(tools: Tools) -> Iterator[Check]:
     )
     yield _probe(
         "loop", "loop devices", FATAL, "one is free", "modprobe loop; in a container: pass /dev/loop-control and the loop devices in"
+    )
+
+
+def _on_demand(state: Path) -> Iterator[Check]:
+    """How data of remote layers comes when it is read (docs/remote.md). One of the two is enough."""
+    events, fuse = probes.run("pre_content", str(_existing(state))), probes.run("fuse")
+    instead = "FUSE is used" if fuse is None else "and no FUSE: layers must be pulled whole"
+    yield Check(
+        "pre-content events",
+        events is None,
+        INFO if fuse is None else WARNING,
+        "a reader waited and saw what was put there" if events is None else f"{events}; {instead}",
+        "" if events is None else "Linux 6.14 or newer with CONFIG_FANOTIFY_ACCESS_PERMISSIONS, and state_dir on ext4, xfs or btrfs",
+    )
+    yield Check(
+        "FUSE",
+        fuse is None,
+        INFO,
+        ("mounted; not needed" if events is None else "mounted; remote layers use it") if fuse is None else fuse,
+        "" if fuse is None else "modprobe fuse; in a container: pass /dev/fuse in",
     )
 
 

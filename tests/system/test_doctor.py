@@ -32,4 +32,15 @@ def test_missing_tools_are_named_with_their_package(tmp_path: Path, monkeypatch:
 def test_a_failing_probe_says_why(tmp_path: Path) -> None:
     assert "No such file" in str(probes.run("seccomp", str(tmp_path / "absent")))
     assert "failed" in str(probes.run("erofs_file", "/bin/false", str(tmp_path)))
+    assert "No such file" in str(probes.run("pre_content", str(tmp_path / "absent")))
     assert not any(tmp_path.iterdir())
+
+
+def test_how_remote_layers_load_is_said(tmp_path: Path) -> None:
+    """This kernel has both ways. On tmpfs there are no events: the finding says what is used instead."""
+    found = {check.name: check for check in doctor.diagnose(tmp_path / "state")}
+    assert found["pre-content events"].ok and found["FUSE"].ok and "not needed" in found["FUSE"].detail
+    found = {check.name: check for check in doctor.diagnose("/dev/shm")}
+    events = found["pre-content events"]
+    assert not events.ok and events.level == doctor.INFO and events.detail.endswith("; FUSE is used") and "6.14" in events.fix
+    assert found["FUSE"].ok and "use it" in found["FUSE"].detail

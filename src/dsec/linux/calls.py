@@ -42,6 +42,16 @@ def umount(target: str, flags: int = 0) -> None:
     _checked(_libc.umount2(target.encode(), flags), "umount", target)
 
 
+def fanotify_init(flags: int, event_flags: int) -> int:
+    """fanotify_init(2): the descriptor of a new group."""
+    return _checked(_libc.fanotify_init(flags, event_flags), "fanotify_init")
+
+
+def fanotify_mark(group: int, flags: int, mask: int, path: str) -> None:
+    """fanotify_mark(2) of one file."""
+    _checked(_libc.fanotify_mark(group, flags, ctypes.c_uint64(mask), AT_FDCWD, path.encode()), "fanotify_mark")
+
+
 def unshare(flags: int) -> None:
     """unshare(2)."""
     _checked(_libc.unshare(flags), "unshare")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import select
 import struct
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsec.linux import calls
+
+FAN_CLASS_PRE_CONTENT, FAN_MARK_ADD, FAN_PRE_ACCESS, FAN_ALLOW = 8, 1, 0x00100000, 1
+FUSE_INIT = 26
 
 
 def run(name: str, *arguments: str, timeout: float = 20) -> str | None:
@@ -163,8 +167,49 @@ def cgroup_kill(parent: str) -> None:
         group.rmdir()
 
 
+def pre_content(where: str) -> None:
+    """A reader of a hole is made to wait until its bytes were put there (fanotify FAN_PRE_ACCESS, Linux 6.14), on the file system that
+    layers will lie on.
+    """
+    group = calls.fanotify_init(FAN_CLASS_PRE_CONTENT, os.O_RDONLY | os.O_CLOEXEC)
+    with tempfile.TemporaryFile(dir=where) as file:
+        file.truncate(4096)
+        calls.fanotify_mark(group, FAN_MARK_ADD, FAN_PRE_ACCESS, f"/proc/self/fd/{file.fileno()}")
+        reader = os.fork()
+        if reader == 0:
+            # opened anew: what was opened before the mark does not wait
+            with open(f"/proc/self/fd/{file.fileno()}", "rb") as opened:
+                os._exit(0 if opened.read(5) == b"hello" else 2)
+        try:
+            if not select.select([group], [], [], 5)[0]:
+                raise OSError("a reader went on without an event")
+            event = struct.unpack_from("<IBBHQii", os.read(group, 4096))[5]
+            os.pwrite(file.fileno(), b"hello", 0)
+            os.write(group, struct.pack("<iI", event, FAN_ALLOW))
+            if os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]):
+                raise OSError("the reader did not see what was put into the file for it")
+            reader = 0
+        finally:
+            os.close(group)  # lets a reader that still waits go on
+            if reader:
+                os.waitpid(reader, 0)
+
+
+def fuse() -> None:
+    """A FUSE file system is mounted, and the kernel talks to it."""
+    top = _scratch("mnt")
+    connection = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        options = f"fd={connection},rootmode=40000,user_id=0,group_id=0"
+        calls.mount("dsec", str(top / "mnt"), "fuse", calls.MS_RDONLY | calls.MS_NOSUID | calls.MS_NODEV, options)
+        if struct.unpack_from("<II", os.read(connection, 1 << 16))[1] != FUSE_INIT:
+            raise OSError("the kernel did not begin with FUSE_INIT")
+    finally:
+        os.close(connection)
+
+
 PROBES: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (erofs_file, overlay, idmapped, loop, namespaces, user_namespace, seccomp, cgroup_kill)
+    f.__name__: f for f in (erofs_file, overlay, idmapped, loop, namespaces, user_namespace, seccomp, cgroup_kill, pre_content, fuse)
 }
 
 if __name__ == "__main__":
