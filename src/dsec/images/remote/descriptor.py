@@ -23,7 +23,7 @@ Sha = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")]
 
 
-class Chunk(msgspec.Struct, array_like=True, frozen=True):
+class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A run of bytes of the data."""
 
     length: Annotated[int, Meta(ge=1, le=MAX)]

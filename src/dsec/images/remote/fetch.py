@@ -91,6 +91,7 @@ class Fetcher:
         self._ahead = asyncio.Semaphore(max(1, parallel // 2))
         self._bucket = Bucket(rate)
         self._flying: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._queued: set[tuple[str, int]] = set()  # ahead, waiting for their turn
         self._still: set[str] = set()
         self._near: dict[str, tuple[Blob, int]] = {}  # where the bytes of a chunk are on this node
         self._coming: dict[str, asyncio.Task[None]] = {}  # by content: two layers that lack one chunk fetch it once
@@ -176,12 +177,22 @@ class Fetcher:
 
     async def ahead(self, blob: Blob, index: int) -> None:
         """One chunk that nobody waits for yet. A fault is nobody's: who needs the chunk will see it."""
-        if blob.have[index]:
+        key = (blob.digest, index)
+        if blob.have[index] or key in self._queued:
             return
-        async with self._ahead:
-            await self._quiet.wait()
-            with contextlib.suppress(StoreUnavailable, ChunkBad, OSError):
-                await asyncio.shield(self._flight(blob, index, self._slots))
+        self._queued.add(key)
+        try:
+            async with self._ahead:
+                await self._quiet.wait()
+                with contextlib.suppress(StoreUnavailable, ChunkBad, OSError):
+                    await asyncio.shield(self._flight(blob, index, self._slots))
+        finally:
+            self._queued.discard(key)
+
+    def idle(self, blob: Blob, index: int) -> bool:
+        """Nobody is getting this chunk."""
+        key = (blob.digest, index)
+        return key not in self._flying and key not in self._queued
 
     @contextlib.asynccontextmanager
     async def still(self, blob: Blob) -> AsyncIterator[None]:

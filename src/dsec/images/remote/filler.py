@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import resource
 import shutil
@@ -313,16 +314,17 @@ class Filler:
         known = await self.traces.load(environment)
         recorder.known(known)
         mine = {blob.digest: blob for blob in blobs}
-        ahead = [
-            self.fetcher.ahead(mine[digest], index)
-            for digest, index in known
-            if digest in mine and index < len(mine[digest].have) and not mine[digest].have[index]
-        ]
-        if self._room() and not self._over():
-            await asyncio.gather(*ahead)
-        else:
-            for one in ahead:
-                one.close()
+        if not self._room() or self._over():
+            return
+        ahead = []
+        for digest, index in known:
+            blob = mine.get(digest)
+            if blob is not None and index < len(blob.have) and not blob.have[index]:
+                if self.fetcher.copy(blob, index):
+                    await asyncio.sleep(0)  # whoever waits comes first
+                else:
+                    ahead.append(self.fetcher.ahead(blob, index))
+        await asyncio.gather(*ahead)
 
     def _over(self) -> bool:
         """There is more than there should be: only what somebody waits for is fetched."""
@@ -331,12 +333,13 @@ class Filler:
     def _readahead(self, blob: Blob, chunks: range) -> None:
         """A reader that goes on where the last one ended gets the next chunks before it asks."""
         last, self._last[blob.digest] = self._last.get(blob.digest, -2), chunks[-1]
-        if not 0 <= chunks[0] - last <= 1 or self._over() or not self._room():
+        if chunks[0] - last != 1 or self._over() or not self._room():
             return
         window = range(chunks[-1] + 1, min(chunks[-1] + 1 + READAHEAD, len(blob.have)))
         missing = [index for index in window if not blob.have[index]]
         for index in missing:
-            self._spawn(self.fetcher.ahead(blob, index))
+            if not self.fetcher.copy(blob, index) and self.fetcher.idle(blob, index):
+                self._spawn(self.fetcher.ahead(blob, index))
         if missing and blob.shared is not None:
             blob.shared.edge(window[0])
 
@@ -430,8 +433,10 @@ class Filler:
             self.counters.read_errors += 1
             text = ", ".join(f"chunks {chunks.start}-{chunks.stop - 1} of {blob.digest}" for blob, chunks in wanted)
             self.tell(Event("read_failed", wanted[0][0].digest, f"{text}: EIO: {failed}"))
-        finally:
-            self._answer(serial, number, error)  # whatever happened: a reader without an answer waits for its deadline
+        except Exception:
+            self._answer(serial, number, errno.EIO)  # a reader without an answer waits for its deadline
+            raise
+        self._answer(serial, number, error)  # not when this process ends meanwhile: then the next one has the read
 
     def _answer(self, serial: int, number: int, error: int) -> None:
         if self._link is not None:
@@ -468,6 +473,8 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two a layer in use
     blobs.ignore_lease_signal()
     filler = Filler(settings)
+    gc.freeze()  # what is here stays; and most of what comes holds no circles: whole collections would walk every chunk of every layer
+    gc.set_threshold(20_000, 20, 100)
     asyncio.run(filler.run())
     return 0
 
