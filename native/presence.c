@@ -7,16 +7,18 @@
 #include <sys/stat.h>
 
 #define FILES 8192                     // a power of two; files above three quarters of it are asked about as if they had no map
+#define FULL (FILES / 4 * 3)
 #define MOST (1u << 26)                // chunks of one
 
 // offsets[chunks + 1], then uint32_t first[chunks], then uint8_t have[chunks]: 0, 1, or 2 at the edge of what was fetched ahead
 struct map {
   uint64_t dev, ino, reads;            // reads: let through
-  uint32_t chunks, order;              // order: the last number given out
+  uint32_t chunks, order;              // chunks: 0 when the filler has let go of it; order: the last number given out
   uint64_t offsets[];
 };
 
-static struct { struct map *map; size_t size; uint64_t dev, ino; } files[FILES];
+struct file { struct map *map; size_t size; uint64_t dev, ino; };
+static struct file files[FILES];
 static unsigned used;
 
 static unsigned find(uint64_t dev, uint64_t ino) {
@@ -27,6 +29,20 @@ static unsigned find(uint64_t dev, uint64_t ino) {
 
 static size_t size_of(uint64_t chunks) { return sizeof(struct map) + (chunks + 1) * sizeof(uint64_t) + chunks * (sizeof(uint32_t) + 1); }
 
+// Lets go of the maps that the filler has let go of.
+static void sweep(void) {
+  static struct file old[FILES];
+  memcpy(old, files, sizeof files);
+  memset(files, 0, sizeof files);
+  used = 0;
+  for (unsigned i = 0; i < FILES; i++) {
+    if (!old[i].map) continue;
+    if (!old[i].map->chunks) { munmap(old[i].map, old[i].size); continue; }
+    files[find(old[i].dev, old[i].ino)] = old[i];
+    used++;
+  }
+}
+
 void presence_take(int fd) {
   struct stat st;
   int seals = fcntl(fd, F_GET_SEALS);
@@ -34,14 +50,12 @@ void presence_take(int fd) {
   size_t size = (size_t)st.st_size;
   struct map *m = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (m == MAP_FAILED) return;
+  if (used >= FULL) sweep();
   unsigned i = find(m->dev, m->ino);
-  if (!m->chunks || m->chunks > MOST || size != size_of(m->chunks) || (!files[i].map && used >= FILES / 4 * 3)) { munmap(m, size); return; }
+  if (!m->chunks || m->chunks > MOST || size != size_of(m->chunks) || (!files[i].map && used >= FULL)) { munmap(m, size); return; }
   if (files[i].map) munmap(files[i].map, files[i].size);
   else used++;
-  files[i].map = m;
-  files[i].size = size;
-  files[i].dev = m->dev;
-  files[i].ino = m->ino;
+  files[i] = (struct file){m, size, m->dev, m->ino};
 }
 
 void presence_drop(void) {

@@ -5,6 +5,7 @@ import asyncio
 import hashlib
 import mmap
 import os
+import resource
 import struct
 from pathlib import Path
 
@@ -95,6 +96,12 @@ async def test_copied_from_another_layer(tmp_path: Path) -> None:
             get.opened(blob)
         await get.need(one, range(3))
         assert get.counters.fetched_chunks == 3
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as when the disk is full: the event loop must not see an error
+        try:
+            assert not get.copy(two, 1) and not two.have[1]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert get.copy(two, 1) and two.have == bytearray([0, 1, 0, 0]) and not get.copy(two, 0)
         # the disk under the other layer is bad: the store has it
         os.pwrite(one.fd, b"wrong", one.offsets[1])

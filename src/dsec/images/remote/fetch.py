@@ -116,7 +116,12 @@ class Fetcher:
         """Take a chunk from another layer of this node, at once. False: none has it, or it is under way."""
         if blob.have[index]:
             return True
-        if (blob.digest, index) in self._flying or blob.digest in self._still or not self._copied(blob, index):
+        if (blob.digest, index) in self._flying or blob.digest in self._still:
+            return False
+        try:
+            if not self._copied(blob, index):
+                return False
+        except OSError:  # a full disk, say: whoever fetches it says so
             return False
         self._filled(blob, index)
         return True

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 
 HEAD = struct.Struct("<QQQII")  # device, inode, reads let through, chunks, last number given out; then offsets, numbers, presence
-READS, ORDER = 16, 28
+READS, CHUNKS, ORDER = 16, 24, 28
 ABSENT, PRESENT, EDGE = 0, 1, 2
 
 
@@ -76,5 +76,6 @@ class Presence:
     def close(self) -> None:
         """Its file may go, and another one have its number: nothing is there for whoever still has the map."""
         self.clear()
+        struct.pack_into("<I", self._map, CHUNKS, 0)  # it lets go of it when it needs the place
         self._map.close()
         os.close(self.fd)
