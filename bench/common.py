@@ -196,6 +196,7 @@ class Node:
     """A node of the bench's own, with three small layers."""
 
     home: Path
+    run: Path  # where every arm keeps what it has in /run
     url: str
     key: str
     images: list[str]  # EROFS files of LAYERS, base first
@@ -215,7 +216,7 @@ def node(medium_mb: int = 8192, bases: bool = False) -> Iterator[Node]:
     """Start a node in a directory of its own; end it and remove everything of it afterwards. `bases`: with the layers of `make setup`."""
     # every parent is open to all: crun's and podman's root is nobody outside
     home = Path(f"/var/tmp/dsec-bench-{secrets.token_hex(3)}")
-    run = Path(f"/tmp/dsec-bench-{secrets.token_hex(3)}")
+    run = Path(f"/dev/shm/dsec-bench-{secrets.token_hex(3)}")  # memory, as /run is where systemd runs
     (home / "state").mkdir(parents=True)
     if bases:
         seed_layers(home / "state")
@@ -232,7 +233,7 @@ def node(medium_mb: int = 8192, bases: bool = False) -> Iterator[Node]:
     try:
         url = _wait_for(run / "node.sock", process, log)
         key = (home / "state" / "api.key").read_text().strip()
-        made = Node(home, url, key, [], process)
+        made = Node(home, run, url, key, [], process)
         made.images = _layers(made)
         try:
             yield made

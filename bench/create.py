@@ -21,8 +21,8 @@ ARGV = ["/bin/true"]
 class Arms:
     """The arms, each `run(total, parallel) -> (seconds, latencies in ms)`."""
 
-    def __init__(self, client: Client, floor: Floor, home: Path) -> None:
-        self.client, self.floor, self.home = client, floor, home
+    def __init__(self, client: Client, floor: Floor, home: Path, run: Path) -> None:
+        self.client, self.floor, self.home, self.run = client, floor, home, run
         self.group = f"dsec-bench-oci-{secrets.token_hex(3)}"
         for worker in range(max(PARALLEL)):
             oci.bundle(home / "bundles" / str(worker), f"/mnt/w{worker}/m", f"/{self.group}/{worker}", argv=ARGV, limits=LIMITS)
@@ -52,13 +52,13 @@ class Arms:
 
     def crun(self, total: int, parallel: int) -> tuple[float, float]:
         """crun run."""
-        command = oci.crun_run(self.home / "crun")
+        command = oci.crun_run(self.run / "crun")
         found = self.floor.run_oci(total, parallel, command, bundles=str(self.home / "bundles"), hide_v2=True)
         return found["rate"], found["p50_ms"]
 
     def podman(self, total: int, parallel: int) -> tuple[float, float]:
         """podman run --rm, with runc: its crun refuses a v2 tree beside v1."""
-        command = oci.podman_run(self.home / "podman", self.group, argv=ARGV, runtime="runc", limits=LIMITS)
+        command = oci.podman_run(self.home / "podman", self.run / "podman", self.group, argv=ARGV, runtime="runc", limits=LIMITS)
         found = self.floor.run_oci(total, parallel, command)
         return found["rate"], found["p50_ms"]
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.size = f"{rounds} rounds of {', '.join(f'{k} {v}' for k, v in sizes.items())} at 1 and 16"
     with node() as made:
         client, floor = Client(made), Floor(made.images, made.home)
-        arms = Arms(client, floor, made.home)
+        arms = Arms(client, floor, made.home, made.run)
         try:
             _measure(bench, arms, rounds, sizes)
         finally:

@@ -22,9 +22,9 @@ BOUND = 64 << 20  # what client and server may grow by while a GiB passes
 class Crun:
     """A running crun container with a process that sleeps, to exec into."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, run: Path) -> None:
         self.id = f"dsec-bench-crun-{secrets.token_hex(3)}"
-        self.state, self.bundle = home / "crun", home / "crun-bundle"
+        self.state, self.bundle = run / "crun", home / "crun-bundle"
         self.spawn = program("spawn", ["spawn.c"], static=True)
         root = home / "crun-root"
         (root / "bin").mkdir(parents=True)
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.size = f"{rounds} rounds of {n} execs, {AT_ONCE} at once, 1 GiB each way"
     with node() as made:
         client, floor = Client(made), Floor(made.images, made.home)
-        crun = None if missing("crun") else Crun(made.home)
+        crun = None if missing("crun") else Crun(made.home, made.run)
         try:
             calibrate(bench, floor)
             _latency(bench, client, crun, rounds, n)

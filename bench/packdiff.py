@@ -87,8 +87,8 @@ async def dsec(made: Node, mb: int, rounds: int) -> Took:
 class Podman:
     """`podman commit` of a container on an image of the same root."""
 
-    def __init__(self, home: Path, root: Path) -> None:
-        self.base = ["podman", f"--root={home}/podman/root", f"--runroot={home}/podman/run", "--runtime=runc", "--cgroup-manager=cgroupfs",
+    def __init__(self, home: Path, run: Path, root: Path) -> None:
+        self.base = ["podman", f"--root={home}/podman/root", f"--runroot={run}/podman", "--runtime=runc", "--cgroup-manager=cgroupfs",
                      "--events-backend=none"]  # fmt: skip
         tar = subprocess.Popen(["tar", "-c", "--numeric-owner", "-C", str(root), "."], stdout=subprocess.PIPE)
         subprocess.run([*self.base, "import", "-q", "-", "dsec-bench"], stdin=tar.stdout, stdout=subprocess.DEVNULL, check=True)
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     with node(bases=True) as made, mounted(made) as root:
         floor = Floor(made.images, made.home)
         calibrate(bench, floor)
-        podman = None if missing("podman", "runc") else Podman(made.home, root)
+        podman = None if missing("podman", "runc") else Podman(made.home, made.run, root)
         try:
             _measure(bench, made, root, podman, sizes, rounds)
             calibrate(bench, floor)
