@@ -93,6 +93,7 @@ def _measure(bench: Bench, client: Client, floor: Floor, made: Node) -> None:
 def _fill(bench: Bench, client: Client, floor: Floor, made: Node, n: int) -> None:
     """A node as full as it is meant to be: every sandbox answers, and all go."""
     calibrate(bench, floor)
+    own = len(made.pids())
     client.ask("hold", name="first", n=10)
     client.ask("execs", name="first", n=50)
     few = client.ask("execs", name="first", n=300)
@@ -106,7 +107,7 @@ def _fill(bench: Bench, client: Client, floor: Floor, made: Node, n: int) -> Non
     stopped = client.ask("release", name="idle")
     client.ask("release", name="first")
     time.sleep(1.0)
-    left = len(made.pids()) - 2  # the node and its launcher
+    left = len(made.pids()) - own
     calibrate(bench, floor)
     head = ["sandboxes", "MemAvailable", "processes (PSS)", "slab", "per-CPU", "kernel stacks", "page tables"]
     bench.table("KiB for each sandbox", head, [[str(n), *after.row(before, n - 10)]])
