@@ -10,8 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.harness import Node, supervisor_pid
+from tests.harness import Node, supervisor_pid, until
+from tests.registry import tar_of
 
+from dsec.linux.tools import Tools
 from libdsec import DSecContainerRunArgs, errors
 
 ROUNDS = 12 if os.environ.get("DSEC_TEST_FULL") else 5
@@ -19,14 +21,29 @@ CHANGE = "cd /srv; for i in $(seq 40); do head -c 200000 /dev/urandom > f$i.{0};
 
 
 def packers(home: Path) -> list[str]:
-    """Packing processes of this node that still run."""
+    """Packing processes of this node that still run, and their tools."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if str(home) in line and "dsec.images." in line:
+            if str(home) in line and ("dsec.images." in line or "mkfs.erofs" in line):
                 found.append(line)
     return found
+
+
+def test_a_tool_dies_with_its_packing_process(tmp_path: Path) -> None:
+    """Left with half an archive, mkfs.erofs would run for ever."""
+    whole = tar_of(("file", os.urandom(4 << 20)))
+    argv = [sys.executable, "-m", "dsec.images.pack", "--output", str(tmp_path / "image.erofs"), "--mkfs", str(Tools().need("mkfs.erofs"))]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as packer:
+        assert packer.stdin
+        packer.stdin.write(whole[: len(whole) // 2])
+        packer.stdin.flush()
+        until(lambda: (tmp_path / "image.erofs").exists())
+        (tool,) = Path(f"/proc/{packer.pid}/task/{packer.pid}/children").read_text().split()
+        packer.kill()
+        packer.wait(10)
+        until(lambda: not Path(f"/proc/{tool}").exists())
 
 
 async def test_a_store_survives_any_moment(own_node: Node, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from dsec.images.pack import BUILD_TIME, FREE_FLOOR, UUID, Reporter, arguments, finish, read, run, seal
 from dsec.images.scrub import rules, scrub
 from dsec.images.tarstream import Caps
-from dsec.linux.calls import borrow_tree, private_mounts
+from dsec.linux.calls import borrow_tree, end_with_parent, private_mounts
 from dsec.linux.tools import mkfs_erofs_features
 from libdsec.errors import BuildFailed, LayerInvalid, NoSpace
 
@@ -42,7 +42,8 @@ def pack_tree(
     if found.sparse:
         argv.append("--chunksize=4096")  # the plain layout stores holes
     with (output.parent / "mkfs.log").open("w+b") as log:
-        finish(subprocess.Popen([*argv, str(output), str(tree)], stdout=log, stderr=log), log, str(mkfs))
+        process = subprocess.Popen([*argv, str(output), str(tree)], stdout=log, stderr=log, preexec_fn=end_with_parent())
+        finish(process, log, str(mkfs))
     return {
         **seal(output, report),
         "entries": found.entries,

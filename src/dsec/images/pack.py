@@ -2,7 +2,7 @@
 
 `python -m dsec.images.pack --output FILE --mkfs PATH [--prefix P] [--max-bytes N] [--max-entries N]` reads the archive (tar, or tar in
 gzip, xz, bzip2 or zstd) from stdin and writes JSON lines to stdout: `{"progress": ...}`, and last `{"result": ...}` or `{"error": ...}`.
-The image is on disk and hashed when the result is printed. The process lowers its own priority and dies with the pipe it reports to.
+The image is on disk and hashed when the result is printed. The process lowers its own priority; it dies with its parent, its tools with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from dsec.images.tarstream import Caps, Members, Reader, Summary, normalize
-from dsec.linux.calls import PR_SET_PDEATHSIG, prctl
+from dsec.linux.calls import PR_SET_PDEATHSIG, end_with_parent, prctl
 from dsec.linux.tools import ToolMissing, Tools, mkfs_erofs_features
 from libdsec.errors import BuildFailed, DSecError, LayerInvalid, NoSpace
 
@@ -156,7 +156,8 @@ def pack(
             "-f",
             "-",
         ]
-    process = subprocess.Popen(first, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
+    # mkfs.erofs that is left with half an archive never ends
+    process = subprocess.Popen(first, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, preexec_fn=end_with_parent())
     assert process.stdin
     try:
         summary = normalize(
@@ -178,7 +179,9 @@ def pack(
     finish(process, log, first[0])
     if "tar" not in features:
         tree.chmod(0o755)
-        process = subprocess.Popen([*base, str(output), str(tree)], stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(
+            [*base, str(output), str(tree)], stdout=log, stderr=log, env=environment, preexec_fn=end_with_parent()
+        )
         finish(process, log, str(mkfs))
     return {
         **seal(output, report),

@@ -6,6 +6,8 @@ import ctypes
 import errno
 import os
 import platform
+import signal
+from collections.abc import Callable
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1, 2, 4, 16384, 1 << 18
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -84,6 +86,21 @@ def borrow_tree(pid: int, source: str, target: str) -> None:
 def prctl(option: int, *args: int) -> int:
     """prctl(2)."""
     return _checked(_libc.prctl(option, *[ctypes.c_ulong(a) for a in (*args, 0, 0, 0, 0)[:4]]), f"prctl {option}")
+
+
+def end_with_parent() -> Callable[[], None]:
+    """For `preexec_fn`: the new process gets SIGKILL when the thread that starts it ends, however it ends. What execs keeps it.
+
+    Not for the node itself: it forks, which is unsafe beside threads that may hold locks.
+    """
+    parent = os.getpid()
+
+    def bind() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before
+            os._exit(127)
+
+    return bind
 
 
 def syscall(number: int, *args: int | bytes | None) -> int:

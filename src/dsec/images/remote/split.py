@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dsec.images.pack import BUILD_TIME, UUID
 from dsec.images.remote.chunks import BLOCK
-from dsec.linux.calls import MS_RDONLY, mount, private_mounts
+from dsec.linux.calls import MS_RDONLY, end_with_parent, mount, private_mounts
 
 
 def split(image: Path, output: Path, mkfs: Path) -> None:
@@ -27,7 +27,8 @@ def split(image: Path, output: Path, mkfs: Path) -> None:
     data = output / "data"
     data.touch()  # 1.8 wants it to be there
     argv = [str(mkfs), "--quiet", "-U", UUID, "--mkfs-time", "-T", BUILD_TIME, f"--chunksize={BLOCK}", f"--blobdev={data}"]
-    subprocess.run([*argv, str(output / "meta.erofs"), str(tree)], check=True, capture_output=True, text=True)
+    argv += [str(output / "meta.erofs"), str(tree)]
+    subprocess.run(argv, check=True, capture_output=True, text=True, preexec_fn=end_with_parent())
     for name in ("meta.erofs", "data"):
         fd = os.open(output / name, os.O_RDWR | os.O_CLOEXEC)
         try:
