@@ -7,6 +7,7 @@
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,10 +18,13 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from dsec.images.service import Images
 from libdsec import DSecClient
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,6 +160,24 @@ def seed_layers(state: Path) -> None:
     shutil.copytree(BASES / "layers", state / "layers", copy_function=os.link)
     with sqlite3.connect(BASES / "catalog.db") as source, sqlite3.connect(state / "catalog.db") as copy:
         source.backup(copy)
+
+
+def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    """Wait for what others do in their own time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def images_in(state: Path, **options: Any) -> Iterator[Images]:
+    """A store of layers; no work is left in it at the end."""
+    made = Images(state, **options)
+    yield made
+    left = list((made.state / "tmp").iterdir())
+    made.close()
+    assert left == []
 
 
 def supervisor_pid(node: Node, sandbox_id: str) -> int:

@@ -8,10 +8,10 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +112,13 @@ class Lab:
         dsec(self.node, "layer", "pull", layer, "--lazy", store=self.store)
         self.digest = (self.store / "refs" / layer).read_text()
 
+    def kill_all(self, *processes: int) -> None:
+        """Kill these processes of the node and then the node, which starts none of them again."""
+        os.kill(self.node.pid, signal.SIGSTOP)
+        for pid in processes:
+            os.kill(pid, signal.SIGKILL)
+        self.node.kill()
+
     def restart(self) -> None:
         self.node.start(self.env)
 
@@ -194,10 +201,3 @@ def only(text: str, parent: int | None = None) -> int:
             found.append(int(pid))
     assert len(found) == 1, (text, found)
     return found[0]
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)

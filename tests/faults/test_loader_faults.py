@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults.loader_lab import Lab, Origin, lab, make_origin, sums, until
+from tests.faults.loader_lab import Lab, Origin, lab, make_origin, sums
+from tests.harness import until
 
 from libdsec import SyncSandbox
 
@@ -111,11 +112,7 @@ def test_node_loader_and_filler_killed_together(slow: Lab, origin: Origin) -> No
     with slow.sandbox() as box:
         command = box.start(["sh", "-c", READ_ALL])
         time.sleep(0.25)
-        victims = [slow.filler(), slow.loader(), slow.launcher()]
-        os.kill(slow.node.pid, signal.SIGSTOP)  # so that it starts none of them again
-        for victim in victims:
-            os.kill(victim, signal.SIGKILL)
-        slow.node.kill()
+        slow.kill_all(slow.filler(), slow.loader(), slow.launcher())
         time.sleep(0.5)
         slow.restart()
         assert sums(box.command(command.id).wait(60).stdout.decode()) == origin.digests

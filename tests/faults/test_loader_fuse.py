@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.faults.loader_lab import Lab, Origin, lab, make_origin, sums, until
+from tests.faults.loader_lab import Lab, Origin, lab, make_origin, sums
+from tests.harness import until
 
 pytestmark = pytest.mark.root
 
@@ -66,11 +67,7 @@ def test_the_connection_outlives_every_part_but_the_sandboxes(tmp_path: Path, or
         os.kill(made.filler(), signal.SIGSTOP)
         command, victim = box.start(["sha256sum", "/data/f07"]), box.start(["sha256sum", "/data/f08"])
         time.sleep(0.5)
-        victims = [made.filler(), made.loader(), made.launcher()]
-        os.kill(made.node.pid, signal.SIGSTOP)  # so that it starts none of them again
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        made.node.kill()
+        made.kill_all(made.filler(), made.loader(), made.launcher())
         time.sleep(1)
         made.restart()
         began = time.monotonic()

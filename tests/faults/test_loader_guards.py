@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.faults.loader_lab import Origin, lab, make_origin, sums, until
+from tests.faults.loader_lab import Origin, lab, make_origin, sums
+from tests.harness import until
 
 from dsec.images.remote import blobs, filler
 from dsec.images.remote.descriptor import Descriptor

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness import images_in
 
 from dsec.images import tarstream
 from dsec.images.bases import busybox_archive
@@ -54,13 +55,10 @@ print(json.dumps(found))
 
 @pytest.fixture
 def images(tmp_path: Path) -> Iterator[Images]:
-    made = Images(tmp_path / "state")
-    yield made
-    for path in (tmp_path / "tree", tmp_path / "one", tmp_path / "sda"):  # special files are what the leak check looks for
-        shutil.rmtree(path, ignore_errors=True)
-    left = list((made.state / "tmp").iterdir())
-    made.close()
-    assert left == []
+    with images_in(tmp_path / "state") as made:
+        yield made
+        for path in (tmp_path / "tree", tmp_path / "one", tmp_path / "sda"):  # special files are what the leak check looks for
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def look(images: Images, digest: str, tmp_path: Path) -> dict[str, dict[str, object]]:

@@ -5,11 +5,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.harness import until
 from tests.system.native_driver import UID_BASE, Connection, Driver, Refused, Sandbox, driver, unused_id
 
 from dsec.edge import wire
@@ -34,14 +35,6 @@ def box(native: Driver) -> Iterator[Sandbox]:
     sandbox = native.create()
     yield sandbox
     sandbox.stop()
-
-
-def until(check: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for what the kernel does in its own time."""
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness import images_in
 from tests.registry import OCI_INDEX, OCI_MANIFEST, Image, digest_of, member, tar_of
 
 from dsec.images.bases import busybox_archive
@@ -88,11 +89,8 @@ def write_layout(at: Path, image: Image, name: str = "app") -> None:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Iterator[Images]:
-    made = Images(tmp_path / "state")
-    yield made
-    left = list((made.state / "tmp").iterdir())
-    made.close()
-    assert left == []
+    with images_in(tmp_path / "state") as made:
+        yield made
 
 
 async def load(images: Images, path: Path, **more: Any) -> dict[str, Any]:

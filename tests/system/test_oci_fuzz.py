@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness import images_in
 from tests.registry import Image, digest_of, member, tar_of
 from tests.system.test_oci_files import write_layout
 
@@ -183,11 +184,8 @@ def tree(root: Path, leave: Path) -> dict[str, tuple[int, int, int]]:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Iterator[Images]:
-    made = Images(tmp_path / "state", caps=CAPS)
-    yield made
-    left = list((made.state / "tmp").iterdir())
-    made.close()
-    assert left == []
+    with images_in(tmp_path / "state", caps=CAPS) as made:
+        yield made
 
 
 BASE = tar_of(

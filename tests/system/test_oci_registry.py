@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness import images_in
 from tests.registry import PASSWORD, USER, Fault, Image, Registry, tar_of
 
 from dsec.images.oci.reference import parse
@@ -23,11 +24,8 @@ TOP = tar_of(("etc/top", b"top"))
 
 @pytest.fixture
 def images(tmp_path: Path) -> Iterator[Images]:
-    made = Images(tmp_path / "state")
-    yield made
-    left = list((made.state / "tmp").iterdir())
-    made.close()
-    assert left == []
+    with images_in(tmp_path / "state") as made:
+        yield made
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from tests.harness import Node, seed_layers
+from tests.harness import Node, seed_layers, until
 from tests.system.test_remote_stores import S3, s3  # noqa: F401 - a fixture
 
 from libdsec import DSecContainerRunArgs, SyncDSecClient, SyncSandbox
@@ -72,13 +72,6 @@ def sandbox(node: Node, *layers: str) -> Iterator[SyncSandbox]:
 def metric(node: Node, name: str) -> float:
     text = httpx.get(f"{node.url}/metrics", headers={"authorization": f"Bearer {node.key}"}, timeout=10).text
     return float(next(line.split()[1] for line in text.splitlines() if line.startswith(f"dsec_remote_{name} ")))
-
-
-def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def files(home: Path, name: str, count: int = 8, size: int = MIB) -> Path:

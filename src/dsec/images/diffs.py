@@ -82,7 +82,7 @@ async def squash(images: Images, name: str, target: str | None) -> EnvironmentIn
     made: dict[str, Any] = {}
     async for line in images.make(base, "diff", list(found.layers[:below]), "/", f"squash of {len(top)} diffs", lambda work: program):
         made = line.result or made
-    spec = EnvironmentSpec(**{field.name: getattr(found, field.name) for field in msgspec.structs.fields(EnvironmentSpec)})
+    spec = _spec_of(found)
     spec.layers = [*found.layers[:below], made["digest"]]
     return await images.put_environment(target or found.name, spec)
 
@@ -97,5 +97,9 @@ async def _template(images: Images, origin: DiffOrigin) -> EnvironmentSpec:
             pass
         else:
             if found.layers == list(origin.layers):
-                return EnvironmentSpec(**{field.name: getattr(found, field.name) for field in msgspec.structs.fields(EnvironmentSpec)})
+                return _spec_of(found)
     return EnvironmentSpec(layers=[])
+
+
+def _spec_of(info: EnvironmentInfo) -> EnvironmentSpec:
+    return EnvironmentSpec(**{field.name: getattr(info, field.name) for field in msgspec.structs.fields(EnvironmentSpec)})

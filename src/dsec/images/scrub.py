@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from dsec.images.members import is_whiteout
 from libdsec.errors import LayerInvalid
 
 EXAMPLES = 20  # paths named for each reason
@@ -97,7 +98,7 @@ def scrub(tree: bytes, rules: list[tuple[str, re.Pattern[bytes]]]) -> Report:
         for name in names:
             info = os.stat(name, dir_fd=directory, follow_symlinks=False)
             path = prefix + name
-            whiteout = stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
+            whiteout = is_whiteout(info)
             why = None if whiteout else reason(path, info)
             if why is not None:
                 entries, size = 1, info.st_size if stat.S_ISREG(info.st_mode) else 0

@@ -20,15 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsec.images.build import Program
+from dsec.images.members import OPAQUE, entry_of, is_whiteout, join
 from dsec.images.model import Layer
 from dsec.images.pack import Reporter, arguments, pack, read, run
-from dsec.images.tarstream import CHAR, DIRECTORY, FIFO, HARDLINK, REGULAR, SYMLINK, Caps, Entry, show
+from dsec.images.tarstream import HARDLINK, REGULAR, Caps, Entry, show
 from dsec.linux.calls import MS_RDONLY, mount, private_mounts
 from libdsec.errors import LayerInvalid
 
-OPAQUE, REDIRECT = b"trusted.overlay.opaque", b"trusted.overlay.redirect"
+REDIRECT = b"trusted.overlay.redirect"
 ALL_SPARSE = 1 << 20  # a hole in a file of this size or more is worth keeping
-KINDS = {stat.S_IFREG: REGULAR, stat.S_IFDIR: DIRECTORY, stat.S_IFLNK: SYMLINK, stat.S_IFCHR: CHAR, stat.S_IFBLK: b"4", stat.S_IFIFO: FIFO}
 
 
 class Merged:
@@ -74,14 +74,13 @@ class Merged:
             for name in os.listdir(self._roots[layer] + b"/" + path):
                 holders.setdefault(name, []).append(layer)
         for name in sorted(holders):
-            at = path + b"/" + name if path else name
-            yield from self._name(at, holders[name], below)
+            yield from self._name(join(path, name), holders[name], below)
 
     def _name(self, path: bytes, layers: list[int], below: list[bytes]) -> Iterator[tuple[Entry, bytes]]:
         where = self._roots[layers[0]] + b"/" + path
         info = os.lstat(where)
         entry = self._entry(path, where, info)
-        if _is_whiteout(info) and not _is_there(path, below):
+        if is_whiteout(info) and not _is_there(path, below):
             return
         if not stat.S_ISDIR(info.st_mode):
             key = (layers[0], info.st_ino)
@@ -107,40 +106,19 @@ class Merged:
         yield from self._directory(path, together, [] if opaque else _directories(path, below))
 
     def _entry(self, path: bytes, where: bytes, info: os.stat_result) -> Entry:
-        kind = KINDS.get(stat.S_IFMT(info.st_mode))
-        if kind is None:
+        entry = entry_of(path, where, info)
+        if entry is None:
             raise LayerInvalid(f"{show(path)} is of no kind that a layer can hold")
-        xattrs = {}
-        for name in os.listxattr(where, follow_symlinks=False):
-            key = os.fsencode(name)
-            if key == REDIRECT:
-                raise LayerInvalid(f"{show(path)} was renamed by overlayfs itself (redirect_dir): such layers cannot be squashed")
-            if not key.startswith(b"trusted.overlay."):
-                xattrs[key] = os.getxattr(where, name, follow_symlinks=False)
-        return Entry(
-            path,
-            kind,
-            info.st_mode & 0o7777,
-            info.st_uid,
-            info.st_gid,
-            info.st_size if kind == REGULAR else 0,
-            f"{info.st_mtime_ns // 10**9}.{info.st_mtime_ns % 10**9:09d}".encode(),
-            os.readlink(where) if kind == SYMLINK else b"",
-            os.major(info.st_rdev),
-            os.minor(info.st_rdev),
-            xattrs,
-        )
-
-
-def _is_whiteout(info: os.stat_result) -> bool:
-    return stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
+        if REDIRECT in entry.xattrs:
+            raise LayerInvalid(f"{show(path)} was renamed by overlayfs itself (redirect_dir): such layers cannot be squashed")
+        return replace(entry, xattrs={key: value for key, value in entry.xattrs.items() if not key.startswith(b"trusted.overlay.")})
 
 
 def _is_there(path: bytes, roots: list[bytes]) -> bool:
     """These, topmost first, show something at this path; its directory is one in all of them."""
     for root in roots:
         with contextlib.suppress(FileNotFoundError):
-            return not _is_whiteout(os.lstat(root + b"/" + path))
+            return not is_whiteout(os.lstat(root + b"/" + path))
     return False
 
 

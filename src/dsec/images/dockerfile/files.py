@@ -14,7 +14,8 @@ from typing import IO
 import msgspec
 
 from dsec.images.dockerfile.tree import Context, Tree, match, resolve, walk
-from dsec.images.oci.lower import LayerFiles, Lower, Way, join, layer_files
+from dsec.images.members import join
+from dsec.images.oci.lower import LayerFiles, Lower, Way, layer_files
 from dsec.images.oci.unpack import without_marks
 from dsec.images.pack import Reporter, arguments, pack, read, run
 from dsec.images.tarstream import COPY, DIRECTORY, REGULAR, SYMLINK, Entry, show

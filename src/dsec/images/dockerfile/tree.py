@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
-from dsec.images.oci.lower import FOLLOWED, join
+from dsec.images.members import join
+from dsec.images.oci.lower import FOLLOWED
 from dsec.images.tarstream import COPY, DIRECTORY, HARDLINK, REGULAR, SYMLINK, Entry, TarReader, clean, show
 from libdsec.errors import LayerInvalid
 

@@ -14,18 +14,11 @@ from typing import IO
 
 import msgspec
 
-from dsec.images.tarstream import BLOCKDEV, CHAR, DIRECTORY, FIFO, REGULAR, SYMLINK, Entry, show
+from dsec.images.members import entry_of, join
+from dsec.images.tarstream import DIRECTORY, SYMLINK, Entry, show
 from dsec.linux import calls
 from libdsec.errors import BuildFailed, LayerInvalid
 
-_KINDS = {
-    stat.S_IFREG: REGULAR,
-    stat.S_IFDIR: DIRECTORY,
-    stat.S_IFLNK: SYMLINK,
-    stat.S_IFIFO: FIFO,
-    stat.S_IFCHR: CHAR,
-    stat.S_IFBLK: BLOCKDEV,
-}
 FOLLOWED = 40  # symbolic links in one path, as the kernel allows
 
 
@@ -105,25 +98,7 @@ class Lower:
     def entry(self, path: bytes) -> Entry | None:
         """The file as an archive member; None when it is not there or a socket."""
         found = self.status(path)
-        if found is None or (kind := _KINDS.get(stat.S_IFMT(found.st_mode))) is None:
-            return None
-        full = os.path.join(self.root, path)
-        seconds, nanoseconds = divmod(found.st_mtime_ns, 1_000_000_000)
-        return Entry(
-            path,
-            kind,
-            mode=stat.S_IMODE(found.st_mode),
-            uid=found.st_uid,
-            gid=found.st_gid,
-            size=found.st_size if kind == REGULAR else 0,
-            mtime=b"%d.%09d" % (seconds, nanoseconds),
-            link=os.readlink(full) if kind == SYMLINK else b"",
-            major=os.major(found.st_rdev),
-            minor=os.minor(found.st_rdev),
-            xattrs={
-                os.fsencode(name): os.getxattr(full, name, follow_symlinks=False) for name in os.listxattr(full, follow_symlinks=False)
-            },
-        )
+        return entry_of(path, os.path.join(self.root, path), found) if found is not None else None
 
     def open(self, path: bytes) -> IO[bytes]:
         """Read a regular file that `status` or `entry` found. BuildFailed when its data may not be on this node: nobody would fetch it."""
@@ -178,8 +153,3 @@ class Way:
             made.append(below if below is not None and below.kind == DIRECTORY else Entry(here, DIRECTORY))
             at = here
         return at, made
-
-
-def join(directory: bytes, name: bytes) -> bytes:
-    """A name in a directory; the root is empty."""
-    return directory + b"/" + name if directory else name

@@ -20,14 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
-from dsec.images.oci.lower import Lower, Way, join, layer_files
+from dsec.images import members
+from dsec.images.members import join
+from dsec.images.oci.lower import Lower, Way, layer_files
 from dsec.images.pack import Reporter, arguments, decompressed, pack, read, run
 from dsec.images.tarstream import CHAR, COPY, DIRECTORY, HARDLINK, REGULAR, Caps, Entry, Reader, TarReader, clean, show
 from dsec.linux.tools import Tools
 from libdsec.errors import LayerInvalid
 
 WHITEOUT, AUFS, OPAQUE = b".wh.", b".wh..wh.", b".wh..wh..opq"
-OPAQUE_MARK = b"trusted.overlay.opaque"
 SPARSE_LEAST = 1 << 20
 _ZERO = bytes(64 << 10)
 OVERLAY_XATTRS = (b"trusted.overlay.", b"user.overlay.")  # nobody but the overlay file system has these
@@ -180,7 +181,7 @@ def _hidden(directory: bytes, base: bytes, given: bytes) -> bytes:
     name = base[len(WHITEOUT) :]
     if name in (b"", b".", b".."):
         raise LayerInvalid(f"tar entry {show(given)} is a whiteout of nothing")
-    return directory + b"/" + name if directory else name
+    return join(directory, name)
 
 
 class LayerMembers:
@@ -245,7 +246,7 @@ class LayerMembers:
     def _mark(self, entry: Entry, name: bytes) -> None:
         """Make a directory opaque where the layer says so, by a mark or because it removed what was there before."""
         if name in self._plan.opaque or name in self._plan.hidden:
-            entry.xattrs[OPAQUE_MARK] = b"y"
+            entry.xattrs[members.OPAQUE] = b"y"
 
     def _whiteout(self, directory: bytes, base: bytes, given: bytes) -> Iterator[Entry]:
         name = _hidden(directory, base, given)

@@ -170,7 +170,7 @@ class Fetcher:
             if blob.have[index]:
                 return
             try:
-                return await asyncio.shield(self._flight(blob, index, self._slots))
+                return await asyncio.shield(self._flight(blob, index))
             except StoreUnavailable as error:
                 pause = RETRY[min(attempt, len(RETRY) - 1)]
                 if time.monotonic() - self._told > 1.0:
@@ -190,7 +190,7 @@ class Fetcher:
             async with self._ahead:
                 await self._quiet.wait()
                 with contextlib.suppress(StoreUnavailable, ChunkBad, OSError):
-                    await asyncio.shield(self._flight(blob, index, self._slots))
+                    await asyncio.shield(self._flight(blob, index))
         finally:
             self._queued.discard(key)
 
@@ -209,11 +209,11 @@ class Fetcher:
         finally:
             self._still.discard(blob.digest)
 
-    def _flight(self, blob: Blob, index: int, slots: asyncio.Semaphore) -> asyncio.Task[None]:
+    def _flight(self, blob: Blob, index: int) -> asyncio.Task[None]:
         key = (blob.digest, index)
         task = self._flying.get(key)
         if task is None:
-            task = self._flying[key] = asyncio.get_running_loop().create_task(self._fetch(blob, index, slots))
+            task = self._flying[key] = asyncio.get_running_loop().create_task(self._fetch(blob, index))
             sha256 = blob.descriptor.chunks[index].sha256
             self._coming.setdefault(sha256, task)
             task.add_done_callback(lambda done: self._landed(key, sha256, done))
@@ -226,7 +226,7 @@ class Fetcher:
         if not task.cancelled():
             task.exception()  # seen: whoever waited has it
 
-    async def _fetch(self, blob: Blob, index: int, slots: asyncio.Semaphore) -> None:
+    async def _fetch(self, blob: Blob, index: int) -> None:
         if blob.have[index]:
             return
         if blob.digest in self._still:
@@ -237,7 +237,7 @@ class Fetcher:
             await asyncio.wait([first])
         if chunk.sha256 in self._near and await self._off(self._copied, blob, index):
             return self._filled(blob, index)
-        async with slots:
+        async with self._slots:
             await self._bucket.take(chunk.length)
             try:
                 data = await self.store.get(chunk_key(chunk.sha256))

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from dsec.images.remote import blobs
-from dsec.images.remote.blobs import Blob, root_of
+from dsec.images.remote.blobs import Blob, directory_of, root_of
 from dsec.images.remote.fetch import ChunkBad, Counters, Event, Fetcher
 from dsec.images.remote.stores import open_store
 from dsec.images.remote.traces import Recorder, Traces
@@ -172,7 +172,7 @@ class Filler:
     def _open(self, digest: str) -> Blob:
         blob = self.blobs.get(digest)
         if blob is None:
-            directory = root_of(self.state) / digest.removeprefix("sha256:")
+            directory = directory_of(self.state, digest)
             if not directory.is_dir():
                 raise LayerNotFound(f"no data of layer {digest} in {directory.parent}", layer=digest)
             blob = self.blobs[digest] = Blob(directory)
