@@ -57,8 +57,8 @@ class Arms:
         return found["rate"], found["p50_ms"]
 
     def podman(self, total: int, parallel: int) -> tuple[float, float]:
-        """podman run --rm, with runc: its crun refuses a v2 tree beside v1."""
-        command = oci.podman_run(self.home / "podman", self.run / "podman", self.group, argv=ARGV, runtime="runc", limits=LIMITS)
+        """podman run --rm."""
+        command = oci.podman_run(self.home / "podman", self.run / "podman", self.group, argv=ARGV, limits=LIMITS)
         found = self.floor.run_oci(total, parallel, command)
         return found["rate"], found["p50_ms"]
 

@@ -5,11 +5,13 @@ import sys
 import time
 from dataclasses import dataclass
 
-from bench.common import Bench, Client, Floor, Node, calibrate, meminfo, node, percentile, proportional, start
+from bench.common import Bench, Client, Floor, Node, calibrate, meminfo, missing, node, percentile, proportional, start
+from bench.containers import Podman
 
 SIZE = 1000
 NEXT = 2000
 EDGE = 100  # the first and the last so many creates are compared
+PODMAN_SECONDS = 300.0  # in which podman makes as many as it can
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
                 _measure(bench, client, floor, made)
             else:
                 _fill(bench, client, floor, made, bench.n)
+                _beside(bench, made, bench.n)
         finally:
             client.close()
     return bench.finish()
@@ -121,6 +124,23 @@ def _fill(bench: Bench, client: Client, floor: Floor, made: Node, n: int) -> Non
     bench.bar("exec p50 beside all / beside 10", p50[1] / p50[0], 2.0, at_least=False, unit="x")
     bench.bar("all stopped", stopped, 60, at_least=False, unit=" s", by="loop")
     bench.bar("processes left", float(left), 0, at_least=False)
+
+
+def _beside(bench: Bench, made: Node, n: int) -> None:
+    """podman, at the largest number that it manages."""
+    if absent := missing("podman", "runc"):
+        bench.note(f"podman was not measured: {', '.join(absent)} not installed")
+        return
+    podman = Podman(made)
+    try:
+        found = podman.fill(n, PODMAN_SECONDS)
+    finally:
+        podman.close()
+    bench.table(
+        "podman, idle containers of busybox", ["containers", "all started s", "MemAvailable, KiB each", "exec p50 ms", "all removed s"],
+        [[str(found.n), f"{found.seconds:.0f}", f"{found.each / 1024:.0f}", f"{found.exec_p50 * 1e3:.1f}", f"{found.removed:.0f}"]],
+    )  # fmt: skip
+    bench.note(f"podman stopped at {found.n}: {found.ended}")
 
 
 if __name__ == "__main__":

@@ -80,11 +80,15 @@ def crun_run(state: Path) -> list[str]:
     return ["crun", "--cgroup-manager=cgroupfs", f"--root={state}", "run", "--bundle", "{bundle}", "{id}"]
 
 
-def podman_run(state: Path, run: Path, group: str, *, limits: Limits, argv: list[str], runtime: str) -> list[str]:
+def podman(root: Path, run: Path) -> list[str]:
+    """podman with storage of its own. With runc: its crun refuses a v2 tree beside v1."""
+    return ["podman", f"--root={root}", f"--runroot={run}", "--runtime=runc", "--cgroup-manager=cgroupfs", "--events-backend=none"]
+
+
+def podman_run(state: Path, run: Path, group: str, *, limits: Limits, argv: list[str]) -> list[str]:
     """`podman run --rm` on a mounted root, as an argument list for bench/floor/oci.c."""
     return [
-        "podman", f"--root={state}/root", f"--runroot={run}", f"--runtime={runtime}", "--cgroup-manager=cgroupfs",
-        "--events-backend=none", "run", "--rm", "--name={id}", "--network=none", f"--memory={limits.memory_mb}m",
+        *podman(state / "root", run), "run", "--rm", "--name={id}", "--network=none", f"--memory={limits.memory_mb}m",
         f"--memory-swap={limits.memory_mb}m", f"--pids-limit={limits.pids}", f"--cpus={limits.cpu_cores}", f"--cgroup-parent=/{group}",
         f"--uidmap=0:{UID_BASE}:65536", f"--gidmap=0:{UID_BASE}:65536", "--ulimit=nofile=1024:1024",
         "--ulimit=nproc=1000:1000", "--log-driver=none", "--rootfs", "{root}", *argv,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench import oci
 from bench.common import Bench, Floor, Node, calibrate, missing, node, start
 from dsec.linux.calls import mount, umount
 from libdsec import DSecClient, DSecContainerRunArgs
@@ -88,8 +89,7 @@ class Podman:
     """`podman commit` of a container on an image of the same root."""
 
     def __init__(self, home: Path, run: Path, root: Path) -> None:
-        self.base = ["podman", f"--root={home}/podman/root", f"--runroot={run}/podman", "--runtime=runc", "--cgroup-manager=cgroupfs",
-                     "--events-backend=none"]  # fmt: skip
+        self.base = oci.podman(home / "podman" / "root", run / "podman")
         tar = subprocess.Popen(["tar", "-c", "--numeric-owner", "-C", str(root), "."], stdout=subprocess.PIPE)
         subprocess.run([*self.base, "import", "-q", "-", "dsec-bench"], stdin=tar.stdout, stdout=subprocess.DEVNULL, check=True)
         tar.wait()
