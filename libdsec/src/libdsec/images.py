@@ -16,6 +16,7 @@ from libdsec.http import Response
 from libdsec.sources import Source, as_stream
 from libdsec.wire import (
     EnvironmentInfo,
+    EnvironmentPull,
     EnvironmentSpec,
     GcRequest,
     GcResult,
@@ -69,15 +70,12 @@ class Layers:
 
     async def push(self, ref: str, *, on_progress: OnProgress | None = None) -> PushResult:
         """Send a layer and those below it to the node's store. What is there is not sent again."""
-        headers = {**SEND_MSGPACK, "accept": _LINES}
-        response = await self._api.open("POST", f"{path('layers', ref)}/push", headers=headers, idle_timeout=_SILENCE)
-        return await _follow(response, on_progress, PushResult)
+        return await _follow(await _post(self._api, f"{path('layers', ref)}/push"), on_progress, PushResult)
 
     async def pull(self, ref: str, *, name: str | None = None, lazy: bool = True, on_progress: OnProgress | None = None) -> LayerInfo:
         """Bring a layer and those below it from the node's store; `lazy`: its data comes when it is read."""
-        body, headers = LayerPull(reference=ref, name=name, lazy=lazy), {**SEND_MSGPACK, "accept": _LINES}
-        response = await self._api.open("POST", "/v1/layers:pull", body=encode(body), headers=headers, idle_timeout=_SILENCE)
-        return await _follow(response, on_progress, LayerInfo)
+        body = LayerPull(reference=ref, name=name, lazy=lazy)
+        return await _follow(await _post(self._api, "/v1/layers:pull", encode(body)), on_progress, LayerInfo)
 
     async def lease(self, ref: str, holder: str, seconds: float) -> LayerInfo:
         """Hold a layer against removal and gc for so long from now; 0 lets go of it."""
@@ -274,6 +272,17 @@ class Environments:
         body = SquashRequest(target=target)
         return await self._api.call("POST", f"{path('environments', name)}/squash", EnvironmentInfo, body=body, timeout=3600.0)
 
+    async def push(self, name: str, *, on_progress: OnProgress | None = None) -> PushResult:
+        """Send an environment and its layers to the node's store. What is there is not sent again."""
+        return await _follow(await _post(self._api, f"{path('environments', name)}/push"), on_progress, PushResult)
+
+    async def pull(
+        self, reference: str, *, name: str | None = None, lazy: bool = True, on_progress: OnProgress | None = None
+    ) -> EnvironmentInfo:
+        """Bring an environment and its layers from the node's store, by `name[:tag]` or digest; `lazy`: data comes when it is read."""
+        body = EnvironmentPull(reference=reference, name=name, lazy=lazy)
+        return await _follow(await _post(self._api, "/v1/environments:pull", encode(body)), on_progress, EnvironmentInfo)
+
     async def remove(self, name: str) -> None:
         """Forget the name. Layers and sandboxes stay."""
         await self._api.exchange("DELETE", path("environments", name))
@@ -282,6 +291,11 @@ class Environments:
 def _read(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()
+
+
+async def _post(api: Api, route: str, body: bytes | None = None) -> Response:
+    """Ask for work whose reply is progress."""
+    return await api.open("POST", route, body=body, headers={**SEND_MSGPACK, "accept": _LINES}, idle_timeout=_SILENCE)
 
 
 async def _lines(response: Response) -> AsyncIterator[Progress]:

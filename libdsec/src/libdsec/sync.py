@@ -548,6 +548,14 @@ class SyncEnvironments(_Wrapper):
         """Make one layer of the diffs on top of an environment; `target`: bind this name to the result instead."""
         return self._portal.run(self._inner.squash(name, target))
 
+    def push(self, name: str, *, on_progress: OnProgress | None = None) -> PushResult:
+        """Send an environment and its layers to the node's store. What is there is not sent again."""
+        return self._portal.run(self._inner.push(name, on_progress=self._portal.callback(on_progress)))
+
+    def pull(self, reference: str, *, name: str | None = None, lazy: bool = True, on_progress: OnProgress | None = None) -> EnvironmentInfo:
+        """Bring an environment and its layers from the node's store, by `name[:tag]` or digest; `lazy`: data comes when it is read."""
+        return self._portal.run(self._inner.pull(reference, name=name, lazy=lazy, on_progress=self._portal.callback(on_progress)))
+
     def remove(self, name: str) -> None:
         """Forget the name. Layers and sandboxes stay."""
         self._portal.run(self._inner.remove(name))

@@ -376,6 +376,14 @@ class LayerPull(Model):
     lazy: bool = True  # its data comes when it is read
 
 
+class EnvironmentPull(Model):
+    """Bring an environment and its layers from the node's store, by `name[:tag]` or digest. `name`: its name here; absent: as there."""
+
+    reference: str
+    name: str | None = None
+    lazy: bool = True
+
+
 class SentLayer(Reply):
     """One layer that was pushed. Bytes; what the store had already was not sent."""
 
@@ -387,7 +395,7 @@ class SentLayer(Reply):
 
 
 class PushResult(Reply):
-    """What a push did. `digest`: the name of the layer in the store."""
+    """What a push did. `digest`: the name of the layer or environment in the store."""
 
     digest: str
     layers: list[SentLayer]

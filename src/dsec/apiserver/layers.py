@@ -7,7 +7,7 @@ from dsec.apiserver.builds import EdgeRunner
 from dsec.apiserver.request import Request
 from dsec.apiserver.streams import send_progress
 from libdsec.errors import InvalidRequest
-from libdsec.wire import EnvironmentSpec, GcRequest, ImagePull, LayerLease, LayerPull, LayerRequest, SquashRequest
+from libdsec.wire import EnvironmentPull, EnvironmentSpec, GcRequest, ImagePull, LayerLease, LayerPull, LayerRequest, SquashRequest
 
 
 async def list_all(parts: Parts, request: Request) -> None:
@@ -106,6 +106,15 @@ async def put_environment(parts: Parts, request: Request) -> None:
 async def squash(parts: Parts, request: Request) -> None:
     wanted: SquashRequest = request.body
     await request.reply(await parts.images.squash(request.path["name"], wanted.target))
+
+
+async def push_environment(parts: Parts, request: Request) -> None:
+    await send_progress(request, parts.images.push_environment(request.path["name"]))
+
+
+async def pull_environment(parts: Parts, request: Request) -> None:
+    wanted: EnvironmentPull = request.body
+    await send_progress(request, parts.images.pull_environment(wanted.reference, lazy=wanted.lazy, name=wanted.name))
 
 
 async def remove_environment(parts: Parts, request: Request) -> None:

@@ -9,6 +9,7 @@ from libdsec.wire import (
     BatchRequest,
     CommandInfo,
     EnvironmentInfo,
+    EnvironmentPull,
     EnvironmentSpec,
     ExecResult,
     ExecSpec,
@@ -167,6 +168,10 @@ ROUTES: tuple[Route, ...] = (
           reply=EnvironmentInfo),
     Route("POST", "/v1/environments/{name}/squash", layers.squash, "Make one layer of the diffs on top of it", body=SquashRequest,
           reply=EnvironmentInfo),
+    Route("POST", "/v1/environments/{name}/push", layers.push_environment, "Send an environment and its layers to the node's store; the "
+          "reply is progress", reply=LINES),
+    Route("POST", "/v1/environments:pull", layers.pull_environment, "Bring an environment and its layers from the node's store; the reply "
+          "is progress, the last line has an environment as its `result`", body=EnvironmentPull, reply=LINES),
     Route("DELETE", "/v1/environments/{name}", layers.remove_environment, "Forget a name"),
     # the node
     Route("GET", "/v1/node", sandboxes.node, "What this node is and can do", reply=NodeInfo),

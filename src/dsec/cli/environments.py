@@ -1,4 +1,4 @@
-"""env create, ls, squash, rm."""
+"""env create, ls, squash, push, pull, rm."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsec.cli import common
+from dsec.cli.layers import progress
 
 if TYPE_CHECKING:
     from libdsec import DSecClient
-    from libdsec.wire import EnvironmentInfo
+    from libdsec.wire import EnvironmentInfo, PushResult
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Environments: ordered layers with ENV, USER and WORKDIR.")
 
@@ -73,6 +74,42 @@ def squash(
 
     info = common.call(work)
     print(f"{info.digest}  {info.name}  {len(info.layers)} layers")
+
+
+@app.command("push")
+def push(name: Annotated[str, typer.Argument(help="NAME or NAME:TAG.")], as_json: Annotated[bool, common.JSON] = False) -> None:
+    """Send an environment and its layers to the node's store."""
+
+    async def work(client: DSecClient) -> PushResult:
+        with progress(f"push {name}") as report:
+            return await client.environments.push(name, on_progress=report)
+
+    done = common.call(work)
+    if as_json:
+        common.show_json(done)
+    else:
+        sent, whole = sum(layer.sent_bytes for layer in done.layers), sum(layer.bytes for layer in done.layers)
+        print(f"{done.digest}  sent {common.size(sent)} of {common.size(whole)}")
+
+
+@app.command("pull")
+def pull(
+    reference: Annotated[str, typer.Argument(metavar="NAME[:TAG]|DIGEST", help="In the store.")],
+    lazy: Annotated[bool, typer.Option("--lazy", help="Metadata only; data comes when a sandbox reads it.")] = False,
+    label: Annotated[str | None, typer.Option("--name", metavar="NAME[:TAG]", help="Name on this node.")] = None,
+    as_json: Annotated[bool, common.JSON] = False,
+) -> None:
+    """Bring an environment and its layers from the node's store."""
+
+    async def work(client: DSecClient) -> EnvironmentInfo:
+        with progress(f"pull {reference}") as report:
+            return await client.environments.pull(reference, name=label, lazy=lazy, on_progress=report)
+
+    info = common.call(work)
+    if as_json:
+        common.show_json(info)
+    else:
+        print(f"{info.digest}  {info.name}  {len(info.layers)} layers")
 
 
 @app.command("rm")

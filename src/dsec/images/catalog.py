@@ -7,22 +7,18 @@ not know is refused.
 from __future__ import annotations
 
 import hashlib
-import json
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
+from dsec.images.manifest import decode_manifest, encode_manifest
 from libdsec.errors import DSecError, LayerInUse, LayerNotFound
-from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, Limits
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo
 
 VERSION = 3  # of the file
-MANIFEST_VERSION = 2  # of environments
 SCHEMA = """
 CREATE TABLE layers (digest TEXT PRIMARY KEY, kind TEXT NOT NULL, size INTEGER NOT NULL, source TEXT NOT NULL, created_at REAL NOT NULL,
                      damaged TEXT) WITHOUT ROWID;
@@ -249,11 +245,11 @@ class Catalog:
 
     def put_environment(self, name: str, tag: str, spec: EnvironmentSpec) -> EnvironmentInfo:
         """Bind `name:tag` to a manifest whose layers are digests; replaces what it was bound to."""
-        manifest = json.dumps(_manifest(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        digest = "sha256:" + hashlib.sha256(manifest.encode()).hexdigest()
+        manifest = encode_manifest(spec)
+        digest = "sha256:" + hashlib.sha256(manifest).hexdigest()
         with self._write() as db:
             db.execute("DELETE FROM environments WHERE name=? AND tag=?", (name, tag))
-            db.execute("INSERT INTO environments VALUES (?,?,?,?,?)", (name, tag, digest, manifest, time.time()))
+            db.execute("INSERT INTO environments VALUES (?,?,?,?,?)", (name, tag, digest, manifest.decode(), time.time()))
             for layer in dict.fromkeys(spec.layers):
                 if self.find(layer) is None:
                     raise LayerNotFound(f"no layer {layer}", layer=layer)
@@ -282,30 +278,11 @@ class Catalog:
             return db.execute("DELETE FROM environments WHERE name=? AND tag=?", (name, tag)).rowcount > 0
 
 
-def _manifest(spec: EnvironmentSpec) -> dict[str, Any]:
-    """The manifest as data. Fields that came with version 2 are there only where they say something: older manifests keep their digests."""
-    manifest: dict[str, Any] = {"env": spec.env, "layers": spec.layers, "user": spec.user, "workdir": spec.workdir}
-    limits = {key: value for key, value in msgspec.to_builtins(spec.limits).items() if value is not None}
-    later = {"entrypoint": spec.entrypoint, "cmd": spec.cmd, "labels": spec.labels, "limits": limits}
-    if any(later.values()):
-        manifest |= {"version": MANIFEST_VERSION, **{key: value for key, value in later.items() if value}}
-    return manifest
-
-
 def _environment(row: tuple[str, str, str, str, float]) -> EnvironmentInfo:
-    manifest = json.loads(row[3])
-    if manifest.get("version", 1) not in (1, MANIFEST_VERSION):
-        raise DSecError(f"environment {row[0]}:{row[1]} has manifest version {manifest['version']}; this dsec knows {MANIFEST_VERSION}")
+    spec = decode_manifest(row[3])
     return EnvironmentInfo(
         name=row[0] if row[1] == "latest" else f"{row[0]}:{row[1]}",
         digest=row[2],
-        layers=manifest["layers"],
-        env=manifest["env"],
-        user=manifest["user"],
-        workdir=manifest["workdir"],
         created_at=row[4],
-        entrypoint=manifest.get("entrypoint", []),
-        cmd=manifest.get("cmd", []),
-        labels=manifest.get("labels", {}),
-        limits=Limits(**manifest.get("limits", {})),
+        **{name: getattr(spec, name) for name in EnvironmentSpec.__struct_fields__},
     )

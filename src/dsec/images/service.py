@@ -436,6 +436,14 @@ class Images:
         """Pull a layer and what is below it from the store."""
         return exchange.pull(self, self.remote, reference, lazy=lazy, name=name)
 
+    def push_environment(self, name: str) -> AsyncGenerator[Progress, None]:
+        """Push an environment and its layers to the store."""
+        return exchange.push_environment(self, self.remote, name)
+
+    def pull_environment(self, reference: str, *, lazy: bool, name: str | None = None) -> AsyncGenerator[Progress, None]:
+        """Pull an environment and its layers from the store."""
+        return exchange.pull_environment(self, self.remote, reference, lazy=lazy, name=name)
+
     def check_pack(self, request: PackRequest) -> None:
         """Whether a diff can be packed as asked. InvalidRequest."""
         diffs.check(request)
@@ -480,10 +488,18 @@ class Images:
 
     async def get_environment(self, name: str) -> EnvironmentInfo:
         """One environment; LayerNotFound when there is none."""
+        return self._environment(name)
+
+    def _environment(self, name: str) -> EnvironmentInfo:
         found = self._catalog.environment(*split_reference(name))
         if found is None:
             raise LayerNotFound(f"no environment {name!r}", environment=name)
         return found
+
+    def manifest(self, name: str) -> EnvironmentSpec:
+        """What an environment says; LayerNotFound when there is none."""
+        found = self._environment(name)
+        return EnvironmentSpec(**{field: getattr(found, field) for field in EnvironmentSpec.__struct_fields__})
 
     async def list_environments(self) -> Environments:
         """All, by name."""
