@@ -80,6 +80,27 @@ async def test_the_command_line(dsec: Callable[..., subprocess.CompletedProcess[
     assert dsec("image", "import", str(tmp_path / "nothing")).returncode == 2
 
 
+async def test_an_image_of_very_many_layers_runs(client: DSecClient, busybox: bytes) -> None:
+    """A hundred layers: each with a file of its own, one that it replaces, one of the layer before that it deletes."""
+    layers = [busybox]
+    for number in range(100):
+        members: list[tuple[str, bytes]] = [(f"d/own{number}", b"%d" % number), ("d/last", b"%d" % number), (f"d/short{number}", b"x")]
+        if number:
+            members.append((f"d/.wh.short{number - 1}", b""))
+        if number == 50:
+            members.append(("d/.wh.own7", b""))
+        layers.append(tar_of(*members))
+    with Registry() as registry:
+        registry.put_image("many", "1", Image(layers))
+        info = await client.images.pull(f"{registry.host}/many:1")
+        assert len(info.layers) == 48
+        again = await client.images.pull(f"{registry.host}/many:1", name="again")
+        assert again.layers == info.layers
+    async with await client.run_container(DSecContainerRunArgs(container_image="many:1")) as box:
+        found = await box.run_shell("cd /d && cat last && echo && ls | grep -c own && ls -a | grep -v own && cat own0 own99")
+        assert found.text.split("\n") == ["99", "99", ".", "..", "last", "short99", "099"]
+
+
 async def test_an_environments_limits_are_those_of_sandboxes_that_ask_for_none(client: DSecClient) -> None:
     info = await client.environments.create("limited", ["busybox"], limits=Limits(memory_mb=96, pids=33), labels={"a": "b"}, cmd=["sh"])
     assert info.limits.memory_mb == 96 and info.cmd == ["sh"] and (await client.environments.get("limited")).labels == {"a": "b"}

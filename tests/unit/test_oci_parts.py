@@ -11,6 +11,7 @@ import pytest
 from dsec.images.catalog import ADDED, SCHEMA, Catalog
 from dsec.images.dockerfile.tree import resolve
 from dsec.images.oci import spec
+from dsec.images.oci.collapse import groups
 from dsec.images.oci.importer import environment_name, unique
 from dsec.images.oci.lower import Lower
 from dsec.images.oci.reference import parse
@@ -111,3 +112,11 @@ async def test_what_is_remembered_goes_with_the_layer(tmp_path: Path) -> None:
     finally:
         images.close()
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [([], 3, []), ([5, 5], 3, [1, 1]), ([9, 1, 1, 9], 3, [1, 2, 1]), ([9, 1, 1, 9], 1, [4]), ([1, 9, 2, 2, 9, 1], 4, [1, 1, 2, 2])],
+)
+def test_the_smallest_neighbours_are_merged(sizes: list[int], most: int, expected: list[int]) -> None:
+    assert groups(sizes, most) == expected

@@ -10,6 +10,7 @@ import msgspec
 
 from dsec.images import squash as squashing
 from dsec.images.build import Program
+from dsec.images.manifest import spec_of
 from dsec.images.model import DiffOrigin, split_reference
 from libdsec.errors import DSecError, InvalidRequest
 from libdsec.wire import EnvironmentInfo, EnvironmentSpec, LayerInfo, PackReport, PackRequest, PackResult
@@ -82,7 +83,7 @@ async def squash(images: Images, name: str, target: str | None) -> EnvironmentIn
     made: dict[str, Any] = {}
     async for line in images.make(base, "diff", list(found.layers[:below]), "/", f"squash of {len(top)} diffs", lambda work: program):
         made = line.result or made
-    spec = _spec_of(found)
+    spec = spec_of(found)
     spec.layers = [*found.layers[:below], made["digest"]]
     return await images.put_environment(target or found.name, spec)
 
@@ -97,9 +98,5 @@ async def _template(images: Images, origin: DiffOrigin) -> EnvironmentSpec:
             pass
         else:
             if found.layers == list(origin.layers):
-                return _spec_of(found)
+                return spec_of(found)
     return EnvironmentSpec(layers=[])
-
-
-def _spec_of(info: EnvironmentInfo) -> EnvironmentSpec:
-    return EnvironmentSpec(**{field.name: getattr(info, field.name) for field in msgspec.structs.fields(EnvironmentSpec)})

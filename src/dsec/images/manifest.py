@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from libdsec.errors import LayerInvalid
-from libdsec.wire import EnvironmentSpec
+from libdsec.wire import EnvironmentInfo, EnvironmentSpec
 
 VERSION = 2
 
@@ -40,4 +40,9 @@ def decode_manifest(raw: bytes | str) -> EnvironmentSpec:
         raise LayerInvalid(f"an environment's manifest cannot be read: {error}") from None
     if found.version not in (1, VERSION):
         raise LayerInvalid(f"an environment's manifest has version {found.version}; this dsec knows {VERSION}")
+    return spec_of(found)
+
+
+def spec_of(found: EnvironmentInfo | EnvironmentSpec) -> EnvironmentSpec:
+    """What an environment says, without its name."""
     return EnvironmentSpec(**{name: getattr(found, name) for name in EnvironmentSpec.__struct_fields__})

@@ -488,18 +488,10 @@ class Images:
 
     async def get_environment(self, name: str) -> EnvironmentInfo:
         """One environment; LayerNotFound when there is none."""
-        return self._environment(name)
-
-    def _environment(self, name: str) -> EnvironmentInfo:
         found = self._catalog.environment(*split_reference(name))
         if found is None:
             raise LayerNotFound(f"no environment {name!r}", environment=name)
         return found
-
-    def manifest(self, name: str) -> EnvironmentSpec:
-        """What an environment says; LayerNotFound when there is none."""
-        found = self._environment(name)
-        return EnvironmentSpec(**{field: getattr(found, field) for field in EnvironmentSpec.__struct_fields__})
 
     async def list_environments(self) -> Environments:
         """All, by name."""

@@ -19,13 +19,14 @@ import msgspec
 
 from dsec.images.build import Program
 from dsec.images.dockerfile.files import Request
-from dsec.images.model import MAX_LAYERS, NAME, split_reference
+from dsec.images.model import NAME, split_reference
 from dsec.images.oci import spec
+from dsec.images.oci.collapse import collapse
 from dsec.images.oci.lower import LayerFiles
 from dsec.images.oci.source import BlobFile, Image, Layer, Source
 from dsec.images.pack import FREE_FLOOR
 from dsec.images.remote.service import is_complete
-from libdsec.errors import InvalidRequest, LayerInvalid, NoSpace
+from libdsec.errors import LayerInvalid, NoSpace
 from libdsec.wire import Progress
 
 if TYPE_CHECKING:
@@ -72,7 +73,12 @@ class Importer:
                     yield line
             if not digests:
                 raise LayerInvalid(f"the image {image.digest} has nothing in its layers")
-            environment.layers = await self._with_directory(name, unique(digests), environment.workdir)
+            stack = unique(digests)
+            self._images.pin(stack, self._holder)
+            async with contextlib.aclosing(collapse(self._images, name, stack, FORM)) as lines:
+                async for line in lines:
+                    yield line
+            environment.layers = await self._with_directory(name, stack, environment.workdir)
         finally:
             self._images.unpin(self._holder)
         info = await self._images.put_environment(name, environment)
@@ -150,8 +156,6 @@ class Importer:
 
     def _convert(self, name: str, piece: _Piece, blob: BlobFile, below: list[str]) -> AsyncGenerator[Progress, None]:
         lower = unique(below)
-        if len(lower) >= MAX_LAYERS:
-            raise InvalidRequest(f"{name} has more than {MAX_LAYERS} layers, which is what a sandbox takes", field="reference")
         args = ["--blob", str(blob.path), "--offset", str(blob.offset), "--size", str(blob.size), "--diff-id", piece.layer.diff_id]
         args += ["--digest", blob.digest] if blob.digest is not None else []
         args += self._below(lower)

@@ -16,7 +16,7 @@ import msgspec
 
 from dsec.images import squash
 from dsec.images.build import Build
-from dsec.images.manifest import decode_manifest, encode_manifest
+from dsec.images.manifest import decode_manifest, encode_manifest, spec_of
 from dsec.images.model import DIGEST, MAX_LAYERS, check_name, split_reference
 from dsec.images.remote import blobs, transfer
 from dsec.images.remote.descriptor import Descriptor
@@ -43,7 +43,7 @@ async def push(images: Images, remote: Remote, reference: str) -> AsyncGenerator
 
 async def push_environment(images: Images, remote: Remote, name: str) -> AsyncGenerator[Progress, None]:
     """Push an environment: its layers, the manifest with their digests in the store, its tag. The last line's `result`: as for a layer."""
-    spec = images.manifest(name)
+    spec = spec_of(await images.get_environment(name))
     base, tag = split_reference(name)
     pushed: dict[str, str] = {}
     sent: list[transfer.Sent] = []
