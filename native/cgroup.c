@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -13,6 +14,10 @@
 #include "util.h"
 
 #define SOCKETS_LEAST (8u << 20)         // bytes that the sockets of a small sandbox may hold
+#define IDLE_SUFFIX "-idle"
+#ifndef SCHED_IDLE
+#define SCHED_IDLE 5
+#endif
 
 static const char *const controller[CG_COUNT] = {"memory", "pids", "cpu"};
 
@@ -25,9 +30,10 @@ static int has_word(const char *list, const char *word, char separator) {
   return 0;
 }
 
-static int own_directory(const char *mount, struct fault *f) {
+// Best effort has a parent of its own beside everything else of the host: how a group yields is a matter between it and its siblings.
+static int own_directory(const char *mount, int class, struct fault *f) {
   char path[4200];
-  snprintf(path, sizeof path, "%s/%s", mount, node.cgroup);
+  snprintf(path, sizeof path, "%s/%s%s", mount, node.cgroup, class == CPU_BEST_EFFORT ? IDLE_SUFFIX : "");
   if (mkdir(path, 0755) && errno != EEXIST) return fault_host(f, errno, "make the cgroup %s", path);
   int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   return fd < 0 ? fault_host(f, errno, "open the cgroup %s", path) : fd;
@@ -35,22 +41,53 @@ static int own_directory(const char *mount, struct fault *f) {
 
 // Controllers must be switched on in every group from the root down to ours, so that the groups of sandboxes get them.
 static int enable(const char *mount, struct fault *f) {
+  const char *const below[] = {"", "/", "/"}, *const name[] = {"", node.cgroup, node.cgroup}, *const suffix[] = {"", "", IDLE_SUFFIX};
   char path[4200];
-  for (int below = 0; below < 2; below++)
+  for (int at = 0; at < 3; at++)
     for (int i = 0; i < CG_COUNT; i++) {
       char word[16];
-      if (node.v1[i] >= 0) continue;
-      snprintf(path, sizeof path, "%s%s%s/cgroup.subtree_control", mount, below ? "/" : "", below ? node.cgroup : "");
+      if (node.v1[0][i] >= 0) continue;
+      snprintf(path, sizeof path, "%s%s%s%s/cgroup.subtree_control", mount, below[at], name[at], suffix[at]);
       snprintf(word, sizeof word, "+%s", controller[i]);
       if (write_at(AT_FDCWD, path, word)) return fault_set(f, "internal", errno, "enable the %s controller in %s", controller[i], path);
     }
   return 0;
 }
 
+static int limit(int dir, const char *file, const char *text, struct fault *f) {
+  return write_at(dir, file, text) ? fault_host(f, errno, "write %s to the cgroup's %s", text, file) : 0;
+}
+
+// The parent of best effort yields to every other group and task of the host. A kernel before 5.15 has no cpu.idle: then its tasks run
+// under SCHED_IDLE, which others preempt at once, and the parent has the least weight, for a group's weight is not that of its tasks.
+static int yield_to_all(struct fault *f) {
+  int v1 = node.v1[CPU_BEST_EFFORT][CG_CPU], dir = v1 >= 0 ? v1 : node.v2[CPU_BEST_EFFORT];
+  int by_policy = node.idle_by == IDLE_BY_POLICY;
+  if (!write_at(dir, "cpu.idle", by_policy ? "0" : "1")) {
+    if (!by_policy) return 0;
+  } else if (errno != ENOENT) return fault_host(f, errno, "write to cpu.idle of %s" IDLE_SUFFIX, node.cgroup);
+  node.idle_by = IDLE_BY_POLICY;
+  return limit(dir, v1 >= 0 ? "cpu.shares" : "cpu.weight", v1 >= 0 ? "2" : "1", f);
+}
+
+// A hierarchy has one place for a process: all its controllers go where the cpu controller is.
+static int open_v1(const char *point, const char *options, struct fault *f) {
+  int dirs[CPU_CLASSES] = {-1, -1};
+  for (int i = 0; i < CG_COUNT; i++) {
+    if (node.v1[0][i] >= 0 || !has_word(options, controller[i], ',')) continue;
+    if (dirs[0] < 0 && (dirs[0] = own_directory(point, CPU_LATENCY, f)) < 0) return -1;
+    if (dirs[1] < 0 && (dirs[1] = has_word(options, controller[CG_CPU], ',') ? own_directory(point, CPU_BEST_EFFORT, f) : dirs[0]) < 0) return -1;
+    for (int class = 0; class < CPU_CLASSES; class++) node.v1[class][i] = dirs[class];
+  }
+  return 0;
+}
+
 int cgroup_open(struct fault *f) {
   char line[8192], unified[4096] = "";
-  node.v2 = -1;
-  for (int i = 0; i < CG_COUNT; i++) node.v1[i] = -1;
+  for (int class = 0; class < CPU_CLASSES; class++) {
+    node.v2[class] = -1;
+    for (int i = 0; i < CG_COUNT; i++) node.v1[class][i] = -1;
+  }
   FILE *m = fopen("/proc/self/mountinfo", "re");
   if (!m) return fault_host(f, errno, "open /proc/self/mountinfo");
   while (fgets(line, sizeof line, m)) {
@@ -58,34 +95,31 @@ int cgroup_open(struct fault *f) {
     char *dash = strstr(line, " - ");
     if (!dash || sscanf(line, "%*s %*s %*s %*s %4095s", point) != 1 || sscanf(dash, " - %63s %*s %2047s", type, options) != 2) continue;
     if (!strcmp(type, "cgroup2") && !*unified) snprintf(unified, sizeof unified, "%s", point);
-    if (strcmp(type, "cgroup")) continue;
-    for (int i = 0; i < CG_COUNT; i++)
-      if (node.v1[i] < 0 && has_word(options, controller[i], ',') && (node.v1[i] = own_directory(point, f)) < 0) { fclose(m); return -1; }
+    if (!strcmp(type, "cgroup") && open_v1(point, options, f)) { fclose(m); return -1; }
   }
   fclose(m);
   if (!*unified) return fault_set(f, "internal", 0, "no cgroup v2 tree is mounted on this host");
   for (int i = 0; i < CG_COUNT; i++) {
     char path[4200], have[512];
     snprintf(path, sizeof path, "%s/cgroup.controllers", unified);
-    if (node.v1[i] < 0 && (read_at(AT_FDCWD, path, have, sizeof have) < 0 || !has_word(have, controller[i], ' ')))
+    if (node.v1[0][i] < 0 && (read_at(AT_FDCWD, path, have, sizeof have) < 0 || !has_word(have, controller[i], ' ')))
       return fault_set(f, "internal", 0, "the %s controller is neither in cgroup v1 nor in %s", controller[i], unified);
   }
+  int pids = node.v1[CPU_LATENCY][CG_PIDS], memory = node.v1[CPU_LATENCY][CG_MEMORY];
   // so that /proc/<pid>/cgroup of a program that has not yet joined its own pids group names nothing inside
-  if (node.v1[CG_PIDS] >= 0 && write_at(node.v1[CG_PIDS], "tasks", "0")) return fault_host(f, errno, "join the pids cgroup %s", node.cgroup);
+  if (pids >= 0 && write_at(pids, "tasks", "0")) return fault_host(f, errno, "join the pids cgroup %s", node.cgroup);
   // the first group with this limit, and the end of the last, patch the kernel's code: hold it on for all
-  if (node.v1[CG_MEMORY] >= 0) write_at(node.v1[CG_MEMORY], "memory.kmem.tcp.limit_in_bytes", "9223372036854771712");
-  node.v2 = own_directory(unified, f);
-  return node.v2 < 0 ? -1 : enable(unified, f);
+  if (memory >= 0) write_at(memory, "memory.kmem.tcp.limit_in_bytes", "9223372036854771712");
+  // apart also where v2 has no controller: its counters then tell the classes apart
+  for (int class = 0; class < CPU_CLASSES; class++)
+    if ((node.v2[class] = own_directory(unified, class, f)) < 0) return -1;
+  return enable(unified, f) || yield_to_all(f) ? -1 : 0;
 }
 
 static int group(int parent, const char *id, const char *what, struct fault *f) {
   if (mkdirat(parent, id, 0755)) return fault_host(f, errno, "make the %s cgroup %s/%s", what, node.cgroup, id);
   int fd = openat(parent, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   return fd < 0 ? fault_host(f, errno, "open the %s cgroup %s/%s", what, node.cgroup, id) : fd;
-}
-
-static int limit(int dir, const char *file, const char *text, struct fault *f) {
-  return write_at(dir, file, text) ? fault_host(f, errno, "write %s to the cgroup's %s", text, file) : 0;
 }
 
 static int limits(struct sandbox *s, struct fault *f) {
@@ -116,6 +150,11 @@ static int limits(struct sandbox *s, struct fault *f) {
     unsigned long quota = c->cpu_milli < 10 ? 1000 : c->cpu_milli * 100ul;      // of a period of 100 ms; the kernel's least is 1 ms
     snprintf(text, sizeof text, b->v1[CG_CPU] >= 0 ? "%lu" : "%lu 100000", quota);
     if (b->v1[CG_CPU] >= 0 ? limit(b->v1[CG_CPU], "cpu.cfs_quota_us", text, f) : limit(s->cgroup_fd, "cpu.max", text, f)) return -1;
+    // what it has of the CPU beside others of its class; one core is what a group has anyway
+    unsigned long one = b->v1[CG_CPU] >= 0 ? 1024 : 100, most = b->v1[CG_CPU] >= 0 ? 262144 : 10000, least = b->v1[CG_CPU] >= 0 ? 2 : 1;
+    unsigned long weight = c->cpu_milli * one / 1000;
+    snprintf(text, sizeof text, "%lu", weight < least ? least : weight > most ? most : weight);
+    if (weight != one && limit(b->v1[CG_CPU] >= 0 ? b->v1[CG_CPU] : s->cgroup_fd, b->v1[CG_CPU] >= 0 ? "cpu.shares" : "cpu.weight", text, f)) return -1;
   }
   return 0;
 }
@@ -141,18 +180,19 @@ static int watch_oom(struct sandbox *s, struct fault *f) {
 }
 
 int cgroup_make(struct sandbox *s, struct fault *f) {
-  s->cgroup_fd = group(node.v2, s->spec.id, "v2", f);
+  s->cgroup_fd = group(node.v2[s->spec.cpu_class], s->spec.id, "v2", f);
   return s->cgroup_fd < 0 ? -1 : 0;
 }
 
 int cgroup_limit(struct sandbox *s, struct fault *f) {
   struct box *b = s->box;
   const char *id = s->spec.id;
+  const int *parents = node.v1[s->spec.cpu_class];
   for (int i = 0; i < CG_COUNT; i++) {
-    if (node.v1[i] < 0) continue;
+    if (parents[i] < 0) continue;
     // two controllers of one hierarchy share a directory
-    if ((b->v1[i] = openat(node.v1[i], id, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) >= 0) continue;
-    if ((b->v1[i] = group(node.v1[i], id, controller[i], f)) < 0) return -1;
+    if ((b->v1[i] = openat(parents[i], id, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) >= 0) continue;
+    if ((b->v1[i] = group(parents[i], id, controller[i], f)) < 0) return -1;
     // "0" to tasks moves the writer alone, which skips the lock that cgroup.procs takes over every fork and exit of the host (a
     // grace period: milliseconds); who joins has one thread
     if ((b->join[i] = openat(b->v1[i], "tasks", O_WRONLY | O_CLOEXEC)) < 0)
@@ -161,12 +201,19 @@ int cgroup_limit(struct sandbox *s, struct fault *f) {
   return limits(s, f) || watch_oom(s, f) ? -1 : 0;
 }
 
-int cgroup_join(const char *id, struct fault *f) {
+int cgroup_join(const struct spec *spec, struct fault *f) {
+  const int *parents = node.v1[spec->cpu_class];
   char path[300];
-  snprintf(path, sizeof path, "%s/tasks", id);
+  snprintf(path, sizeof path, "%s/tasks", spec->id);
   for (int i = 0; i < CG_COUNT; i++)
-    if (node.v1[i] >= 0 && write_at(node.v1[i], path, "0")) return fault_host(f, errno, "join the %s cgroup of %s", controller[i], id);
+    if (parents[i] >= 0 && write_at(parents[i], path, "0")) return fault_host(f, errno, "join the %s cgroup of %s", controller[i], spec->id);
   return 0;
+}
+
+int class_take(const struct spec *spec, struct fault *f) {
+  const struct sched_param none = {0};
+  if (spec->cpu_class != CPU_BEST_EFFORT || node.idle_by == IDLE_BY_GROUP || !sched_setscheduler(0, SCHED_IDLE, &none)) return 0;
+  return fault_host(f, errno, "let a process of %s yield to all others", spec->id);
 }
 
 void cgroup_reclaim(struct sandbox *s) {
@@ -212,9 +259,12 @@ static int remove_group(int parent, const char *id, int v2) {
 }
 
 int cgroup_remove(const char *id) {
-  int err = remove_group(node.v2, id, 1) ? errno : 0;
-  for (int i = 0; i < CG_COUNT; i++)
-    if (remove_group(node.v1[i], id, 0)) err = errno;
+  int err = 0;
+  for (int class = 0; class < CPU_CLASSES; class++) {   // whoever removes what others left does not know which
+    if (remove_group(node.v2[class], id, 1)) err = errno;
+    for (int i = 0; i < CG_COUNT; i++)
+      if (remove_group(node.v1[class][i], id, 0)) err = errno;
+  }
   errno = err;
   return err ? -1 : 0;
 }

@@ -138,10 +138,12 @@ static void shell(const struct sandbox *s, const struct entry *x, const struct e
 static int join(const struct sandbox *s, const struct entry *x, struct fault *f) {
   for (int i = 0; i < CG_COUNT; i++) {
     // the program joins the pids group itself: this process would count there, too
-    if (s->box->join[i] < 0 || (x->light && i != CG_MEMORY) || (!x->run && i == CG_PIDS)) continue;
+    int light = x->light && i != CG_MEMORY && (i != CG_CPU || s->spec.cpu_class != CPU_BEST_EFFORT); // moving files yields, too
+    if (s->box->join[i] < 0 || light || (!x->run && i == CG_PIDS)) continue;
     if (write(s->box->join[i], "0", 1) != 1)
       return fault_set(f, errno == ENOMEM ? "no_memory" : "internal", errno, "join the cgroups of %s", s->spec.id);
   }
+  if (class_take(&s->spec, f)) return -1;
   // the pid namespace is where its children are born
   int spaces = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | (x->run ? 0 : CLONE_NEWPID) | (s->userns_fd >= 0 ? CLONE_NEWUSER : 0);
   if (setns(s->init_fd, spaces)) return fault_set(f, "internal", errno, "join the namespaces of %s", s->spec.id);

@@ -30,7 +30,7 @@
 #endif
 #define SEALS (F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)
 
-struct node node = {.control = CONTROL, .host_ns = -1, .own_ns = -1, .init_fd = -1, .v2 = -1, .medium = -1, .qgroups = -1,
+struct node node = {.control = CONTROL, .host_ns = -1, .own_ns = -1, .init_fd = -1, .medium = -1, .qgroups = -1,
                     .loader = -1, .fill_ms = 30000};
 extern const char init_start[], init_end[];
 
@@ -104,7 +104,7 @@ static void default_signals(void) {
   for (int n = 1; n <= 64; n++) syscall(SYS_rt_sigaction, n, &none, NULL, sizeof none.mask);
 }
 
-static int prepare(const char *filter, pid_t join, char **argv, struct fault *f) {
+static int prepare(const char *filter, pid_t join, const pid_t *cores, char **argv, struct fault *f) {
   struct rlimit files;
   if (run_sealed(argv, f) || prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)) return fault_host(f, errno, "become undumpable");
   prctl(PR_SET_NAME, "aether", 0, 0, 0);
@@ -123,6 +123,7 @@ static int prepare(const char *filter, pid_t join, char **argv, struct fault *f)
   default_signals();
   signal(SIGCHLD, SIG_IGN);
   signal(SIGPIPE, SIG_IGN);
+  if (core_open(cores, f)) return -1;
   node.loader = loader_start(f);
   return f->code ? -1 : 0;
 }
@@ -148,7 +149,7 @@ static void create(uint32_t number, int userns, struct fault *f) {
   close_fd(&node.own_ns);
   close_fd(&node.loader);
   userns_forget(userns);
-  if (sandbox_create(&sandbox, &order.spec, userns, f)) {
+  if (core_take((int)order.spec.cpu_class, f) || sandbox_create(&sandbox, &order.spec, userns, f)) {
     answer(F_ERROR, number, f);
     _exit(1);
   }
@@ -183,7 +184,7 @@ static void serve(const struct frame *h, size_t size) {
   struct fault f = {0};
   int userns = -1, bad = order_read(&order, h, request + sizeof *h, size, &f);
   if (!bad && h->type == F_CREATE)
-    bad = spec_check(&order.spec, node.cgroup, 1, &f) || (order.spec.userns && (userns = userns_get(order.spec.uid_base, &f)) < 0);
+    bad = spec_check(&order.spec, node.cgroup, 1, &f) || core_hold((int)order.spec.cpu_class, 0, &f) || (order.spec.userns && (userns = userns_get(order.spec.uid_base, &f)) < 0);
   // (un)mounting what FUSE serves waits for the loader, which only this process brings back when it dies
   int waits = loader_by_fuse() && ((h->type == F_MOUNT_LAYER && order.fill) || h->type == F_UMOUNT_LAYER);
   if (!bad && (h->type == F_CREATE || h->type == F_REAP || waits)) {
@@ -249,10 +250,10 @@ static int loop(void) {
 
 int launcher_main(int argc, char **argv) {
   static const struct option options[] = {{"run", 1, NULL, 'r'}, {"state", 1, NULL, 's'}, {"cgroup", 1, NULL, 'c'},
-                                          {"seccomp", 1, NULL, 'f'}, {"join", 1, NULL, 'j'},
+                                          {"seccomp", 1, NULL, 'f'}, {"join", 1, NULL, 'j'}, {"core", 1, NULL, 'k'}, {"idle-by", 1, NULL, 'i'},
                                           {"fill-ms", 1, NULL, 'd'}, {"fill-by", 1, NULL, 'b'}, {0}};
   const char *filter = NULL;
-  pid_t join = 0;
+  pid_t join = 0, cores[CPU_CLASSES] = {0};
   node.title = argv[0];
   node.title_size = (size_t)(argv[argc - 1] + strlen(argv[argc - 1]) - argv[0]);
   optind = 2;
@@ -262,6 +263,8 @@ int launcher_main(int argc, char **argv) {
     case 'c': node.cgroup = optarg; break;
     case 'f': filter = optarg; break;
     case 'j': join = (pid_t)atoi(optarg); break;
+    case 'k': if (sscanf(optarg, "%d,%d", &cores[CPU_LATENCY], &cores[CPU_BEST_EFFORT]) != 2) return 2; break;
+    case 'i': node.idle_by = !strcmp(optarg, "policy") ? IDLE_BY_POLICY : IDLE_BY_GROUP; break;
     case 'b': node.fill_by = !strcmp(optarg, "fuse") ? FILL_FUSE : !strcmp(optarg, "fanotify") ? FILL_FANOTIFY : FILL_AUTO; break;
     case 'd': node.fill_ms = strtoull(optarg, NULL, 10); break;
     default: return 2;
@@ -271,7 +274,7 @@ int launcher_main(int argc, char **argv) {
     return 2;
   }
   struct fault f = {0};
-  if (prepare(filter, join, argv, &f)) {
+  if (prepare(filter, join, cores, argv, &f)) {
     fprintf(stderr, "launcher: %s\n", f.message);
     answer(F_ERROR, 0, &f);
     return 1;

@@ -270,7 +270,7 @@ static int devices(const struct setup *u, struct fault *f) {
 static int join(const struct setup *u, struct fault *f) {
   char byte;
   if (read(u->go, &byte, 1) != 1) _exit(2);              // aether failed or died; nobody waits for an answer
-  if (cgroup_join(u->s->spec.id, f)) return -1;
+  if (cgroup_join(&u->s->spec, f) || class_take(&u->s->spec, f)) return -1;
   if (unshare(CLONE_NEWCGROUP)) return fault_host(f, errno, "make a cgroup namespace");
   return setns(u->aether, CLONE_NEWNET) ? fault_host(f, errno, "join the network namespace") : 0;
 }

@@ -6,6 +6,7 @@
 #include "sandbox.h"
 
 enum { CG_MEMORY, CG_PIDS, CG_CPU, CG_COUNT };
+enum { IDLE_BY_GROUP, IDLE_BY_POLICY };       // what makes best effort yield: its parent's cpu.idle, or SCHED_IDLE and the least weight
 
 // Places in the node's own mount namespace (a small tmpfs root; nothing in it appears on the host). RUN and STATE keep their paths there,
 // so ours are out of their way.
@@ -27,7 +28,10 @@ struct node {
   int host_ns, own_ns;                 // mount namespaces: the host's, ours
   int init_fd;                         // sealed memfd with the program of PID 1
   struct sock_fprog filter;            // seccomp filter of every command
-  int v2, v1[CG_COUNT];                // directories <hierarchy>/<cgroup>; v1 -1: the controller lives in v2
+  // by class, directories <hierarchy>/<cgroup>[-idle]; v1 -1: the controller lives in v2; where classes do not matter, both name one
+  int v2[CPU_CLASSES], v1[CPU_CLASSES][CG_COUNT];
+  int idle_by;                         // IDLE_BY_*
+  struct { pid_t pid; int fd; } core[CPU_CLASSES]; // whoever holds the cookie of a class; fd -1: no core scheduling here
   int medium, qgroups;                 // NODE_MEDIUM, and its /sys directory of quota groups; -1: not mounted
   int loader;                          // pidfd of the loader, -1: none
   int fill_by;                         // FILL_*
@@ -47,12 +51,18 @@ struct box {
 int cgroup_open(struct fault *f);                                     // fills node.v1 and node.v2
 int cgroup_make(struct sandbox *s, struct fault *f);                  // the v2 group, into which PID 1 is born
 int cgroup_limit(struct sandbox *s, struct fault *f);                 // the v1 groups, and all limits
-int cgroup_join(const char *id, struct fault *f);                     // from a process that has only the node's descriptors
+int cgroup_join(const struct spec *spec, struct fault *f);            // from a process that has only the node's descriptors
+int class_take(const struct spec *spec, struct fault *f);             // SCHED_IDLE, where groups cannot make best effort yield
 void cgroup_reclaim(struct sandbox *s);                               // gives back what it can; may take long
 void cgroup_kill(int v2);
 int cgroup_remove(const char *id);                                    // kills what is left in them, then removes; 0, or -1 and errno
 void cgroup_usage(struct sandbox *s, struct usage *u);
 int cgroup_pids_full(struct sandbox *s, int starting);                // with so many that will join
+
+// core.c: core scheduling, one cookie a class
+int core_open(const pid_t *from, struct fault *f);                    // from: by class, who has its cookie already, 0: nobody
+int core_hold(int class, pid_t from, struct fault *f);                // nothing to do while its holder lives
+int core_take(int class, struct fault *f);                            // this process, and all that it makes from now on
 
 // medium.c, loop.c
 int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char *const *keep, int nkeep, struct fault *f);

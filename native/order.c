@@ -45,6 +45,7 @@ static int one(struct order *o, uint8_t type, const struct item *i) {
     case T_USERNS: return flag(i, &c->userns);
     case T_UID_BASE: return number32(i, &c->uid_base);
     case T_CPU_MILLI: return number32(i, &c->cpu_milli);
+    case T_CPU_CLASS: return number32(i, &c->cpu_class);
     case T_PIDS: return number32(i, &c->pids);
     case T_NOFILE: return number32(i, &c->nofile);
     case T_MEMORY_BYTES: return field_u64(i, &c->memory_bytes);
@@ -86,6 +87,7 @@ int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f
   if (!c->cgroup) c->cgroup = cgroup;
   if (strcmp(c->cgroup, cgroup)) return fault_set(f, "invalid_request", 0, "this launcher serves the cgroup %s, not %.60s", cgroup, c->cgroup);
   if (!own(c->run_dir, c->id)) return fault_set(f, "invalid_request", 0, "RUN_DIR %.80s does not end in /%s", c->run_dir ? c->run_dir : "", c->id);
+  if (c->cpu_class >= CPU_CLASSES) return fault_set(f, "invalid_request", 0, "there is no CPU class %u", c->cpu_class);
   if (!creating) return 0;
   if (!own(c->state_dir, c->id)) return fault_set(f, "invalid_request", 0, "STATE_DIR %.80s does not end in /%s", c->state_dir ? c->state_dir : "", c->id);
   if (c->volume && (!snapshot_named(c->volume) || c->medium != MEDIUM_BTRFS)) return fault_set(f, "invalid_request", 0, "%.70s is not the name of a snapshot", c->volume);

@@ -8,6 +8,8 @@
 #define MAX_LAYERS 64
 #define MAX_ENV 256
 
+enum { CPU_LATENCY, CPU_BEST_EFFORT, CPU_CLASSES };
+
 struct spec {                          // decoded CREATE; strings point into the request buffer, which lives as long as aether
   const char *id, *hostname, *workdir, *user, *cgroup;                         // cgroup: "dsec-<prefix>", parent in every hierarchy
   const char *volume;                  // the snapshot that its writable layer begins as, NULL: empty
@@ -15,7 +17,7 @@ struct spec {                          // decoded CREATE; strings point into the
   const char *layers[MAX_LAYERS];      // names given to MOUNT_LAYER, topmost first
   const char *env[MAX_ENV + 1];        // NAME=value, NULL terminated
   int nlayers, nenv, medium, userns;
-  uint32_t uid_base, cpu_milli, pids, nofile;
+  uint32_t uid_base, cpu_milli, cpu_class, pids, nofile;
   uint64_t memory_bytes, disk_bytes, shm_bytes;
   uint64_t log_head, log_tail, log_budget;
   uint64_t deadline_ns, idle_ns;       // CLOCK_REALTIME; 0: never

@@ -208,7 +208,8 @@ def cgroups_of(sandbox_id: str) -> list[str]:
 
 def _cgroup_dirs(name: str) -> list[Path]:
     root = Path("/sys/fs/cgroup")
-    return [path for path in (root / name, *(child / name for child in root.iterdir() if child.is_dir())) if path.is_dir()]
+    bases = (root, *(child for child in root.iterdir() if child.is_dir()))
+    return [path for base in bases for path in (base / name, base / f"{name}-idle") if path.is_dir()]  # -idle: of best effort
 
 
 def _processes_naming(text: str) -> list[tuple[int, str]]:

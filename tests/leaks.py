@@ -75,7 +75,8 @@ class Leaks:
             for path in self.home.glob(pattern):
                 found = re.search(rb'"prefix":\s*"([a-z0-9]+)"', _read(str(path)))
                 if found:
-                    self.parents.add(f"dsec-{found.group(1).decode()}")
+                    name = f"dsec-{found.group(1).decode()}"
+                    self.parents |= {name, f"{name}-idle"}
 
     def _snapshot(self) -> Snapshot:
         snapshot = Snapshot()
@@ -133,7 +134,8 @@ def _read(path: str) -> bytes:
 
 def _in_use(cgroup: str) -> bool:
     """Some live node made this cgroup parent: its launcher names it. (One of ours that still lives is a process left behind.)"""
-    return any(cgroup.encode() in _read(f"/proc/{pid}/cmdline").split(b"\0") for pid in _pids())
+    name = cgroup.removesuffix("-idle").encode()
+    return any(name in _read(f"/proc/{pid}/cmdline").split(b"\0") for pid in _pids())
 
 
 def _command(pid: int) -> str:

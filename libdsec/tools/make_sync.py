@@ -68,6 +68,7 @@ from libdsec.stream import Callback
 from libdsec.tars import Links, Names
 from libdsec.wire import (
     CommandInfo,
+    CpuClass,
     EnvironmentInfo,
     FileInfo,
     GcResult,

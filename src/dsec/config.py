@@ -50,6 +50,7 @@ class NodeConfig(_Section, frozen=True):
     prefix: Annotated[str, Meta(pattern="^([a-z0-9]{4})?$")] = ""  # of sandbox ids and cgroups; empty: made once, kept in <state_dir>
     max_sandboxes: Positive = 4000  # above: refused with Retry-After
     warn_sandboxes: Positive = 3000  # above: created, with a warning
+    cpu_pressure: Annotated[int, Meta(ge=0, le=100)] = 100  # percent of waiting for CPU above which the latency class takes no more
     memory_reserve_mb: NotNegative = 1024  # kept free on the host: below it, creates are refused
     medium_size_mb: NotNegative = 0  # writable layers live on one file of this size; 0: a quarter of the free space, 4-64 GiB
     uid_base: Annotated[int, Meta(ge=65536)] = 1 << 24  # first host uid of the sandboxes' ranges
@@ -63,6 +64,7 @@ class SandboxConfig(_Section, frozen=True):
 
     memory_mb: Annotated[int, Meta(ge=8)] = 1024
     cpu_cores: Annotated[float, Meta(gt=0)] = 1.0
+    cpu_class: Literal["latency", "best_effort"] = "latency"
     disk_mb: Annotated[int, Meta(ge=1)] = 2048
     pids: Annotated[int, Meta(ge=8)] = 512
     open_files: Annotated[int, Meta(ge=64)] = 1024

@@ -248,6 +248,24 @@ def _cgroups() -> Iterator[Check]:
             where or "no hierarchy has this controller",
             "" if where else f"boot with cgroup_enable={name}, and mount a hierarchy that has it",
         )
+    at = v2 if "cpu" in controllers else v1.get("cpu")
+    if at is not None:
+        yield _probe(
+            "cpu_idle",
+            "best effort by group",
+            INFO,
+            "cpu.idle: everything else goes first",
+            "Linux 5.15 or newer; instead, best effort runs under SCHED_IDLE with the least weight",
+            at,
+        )
+    cores = facts.core_scheduling()
+    yield Check(
+        "core scheduling",
+        cores is None,
+        INFO,
+        "CPU classes do not share a core at the same time" if cores is None else cores,
+        "a kernel with CONFIG_SCHED_CORE" if cores == "not in this kernel" else "",
+    )
 
 
 def _medium(tools: Tools) -> Iterator[Check]:

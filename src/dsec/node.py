@@ -45,6 +45,7 @@ from dsec.images.remote.service import RemoteSettings
 from dsec.images.service import Images
 from dsec.linux.tools import Tools
 from libdsec.errors import DSecError
+from libdsec.wire import CpuClass
 
 log = logging.getLogger("dsec.node")
 CHECKS_KEPT = 300.0
@@ -117,6 +118,8 @@ def edge_config(config: Config) -> EdgeConfig:
         max_batch=node.max_batch,
         memory_mb=sandbox.memory_mb,
         cpu_cores=sandbox.cpu_cores,
+        cpu_class=CpuClass(sandbox.cpu_class),
+        cpu_pressure=config.node.cpu_pressure,
         disk_mb=sandbox.disk_mb,
         pids=sandbox.pids,
         open_files=sandbox.open_files,

@@ -149,10 +149,10 @@ class Driver:
         self._numbers = itertools.count(1)
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, join: int | None = None) -> None:
+    def start(self, join: int | None = None, *more: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = ["launcher", "--run", str(self.run), "--state", str(self.state), "--cgroup", self.cgroup, "--seccomp", str(self.filter)]
-        argv += ["--join", str(join)] if join else []
+        argv += [*(["--join", str(join)] if join else []), *more]
         self.process = subprocess.Popen(  # the shell puts the socket where the launcher expects it
             ["/bin/bash", "-c", f'exec "$0" "$@" 3<&{theirs.fileno()}' + (f" {theirs.fileno()}<&-" if theirs.fileno() != 3 else ""),
              self.binary, *argv],
@@ -234,7 +234,8 @@ class Driver:
     def parents(self) -> list[Path]:
         """Our directory in every cgroup hierarchy."""
         root = Path("/sys/fs/cgroup")
-        return [p for p in [root / self.cgroup, *(h / self.cgroup for h in root.iterdir())] if p.is_dir()]
+        bases = (root, *(h for h in root.iterdir() if h.is_dir()))
+        return [p for base in bases for p in (base / self.cgroup, base / f"{self.cgroup}-idle") if p.is_dir()]
 
 
 class Sandbox:

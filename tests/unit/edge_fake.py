@@ -20,7 +20,7 @@ from dsec.edge.edge import Edge
 from dsec.edge.wire import Fields
 from dsec.images.model import Layer, ResolvedImage
 from libdsec.errors import LayerNotFound
-from libdsec.wire import Limits, SandboxSpec
+from libdsec.wire import CpuClass, Limits, SandboxSpec
 
 HEAD = TAIL = 4096
 
@@ -179,7 +179,7 @@ class FakeBackend:
     """Starts FakeAethers. Their life is this process's, so an edge can be closed and another one opened on the same state."""
 
     name = "container"
-    capabilities: Mapping[str, bool] = capabilities("exec", "stream")
+    capabilities: Mapping[str, bool] = capabilities("exec", "stream", "cpu_class")
 
     def __init__(self) -> None:
         self.aethers: dict[str, FakeAether] = {}
@@ -214,6 +214,9 @@ class FakeBackend:
 
     async def unmount(self, digest: str) -> None:
         pass
+
+    def cpu_groups(self) -> dict[CpuClass, Path]:
+        return {}
 
     async def disk_usage(self) -> DiskUsage:
         return DiskUsage(1 << 40, self.free)

@@ -23,7 +23,7 @@ from libdsec.files import Files
 from libdsec.result import Event, ExecResult, Exit, Gap, Stderr, Stdout
 from libdsec.sandbox import Sandbox, Session
 from libdsec.stream import CommandStream
-from libdsec.wire import Cause, Ending, Health, State
+from libdsec.wire import Cause, CpuClass, Ending, Health, State
 
 if TYPE_CHECKING:
     from libdsec.sync import SyncCommand, SyncDSecClient, SyncSandbox, SyncSession
@@ -32,6 +32,7 @@ __all__ = [
     "Cause",
     "Command",
     "CommandStream",
+    "CpuClass",
     "DSecClient",
     "DSecContainerRunArgs",
     "DSecError",

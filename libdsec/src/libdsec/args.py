@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from libdsec.errors import InvalidRequest
-from libdsec.wire import Limits, SandboxSpec
+from libdsec.wire import CpuClass, Limits, SandboxSpec
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -33,6 +33,7 @@ class DSecContainerRunArgs:
     name: str | None = None
     hostname: str | None = None
     layers: Sequence[str] | None = None
+    cpu_class: CpuClass | str | None = None  # "latency", "best_effort": runs on the CPU that nobody else of the node wants
     disk: str = "default"  # "memory": the writable layer is a tmpfs, charged to the memory limit
 
     def spec(self) -> SandboxSpec:
@@ -45,6 +46,7 @@ class DSecContainerRunArgs:
                 memory_mb=self.memory_limit_mb, cpu_cores=self.cpu_cores_limit, disk_mb=self.disk_mb, pids=self.pids,
                 open_files=self.open_files, output_bytes=self.output_bytes,
             ),
+            cpu_class=cpu_class_of(self.cpu_class),
             disk=self.disk,
             max_lifetime=self.max_lifetime,
             idle_timeout=self.ttl_running_stop,
@@ -56,6 +58,14 @@ class DSecContainerRunArgs:
             name=self.name,
             hostname=self.hostname,
         )  # fmt: skip
+
+
+def cpu_class_of(given: CpuClass | str | None) -> CpuClass | None:
+    """A CPU class as it is given. InvalidRequest."""
+    try:
+        return None if given is None else CpuClass(given)
+    except ValueError:
+        raise InvalidRequest(f"cpu_class is {given!r}, must be {' or '.join(map(repr, map(str, CpuClass)))}", field="cpu_class") from None
 
 
 def _rules(given: Mapping[str, bool] | None) -> dict[str, bool]:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from libdsec.api import PATIENCE, READ_TIMEOUT, Api, deadline, path, query
-from libdsec.args import DSecContainerRunArgs
+from libdsec.args import DSecContainerRunArgs, cpu_class_of
 from libdsec.errors import AtCapacity, DSecError, InvalidRequest, ResourceExhausted, Unsupported, from_body
 from libdsec.http import Transport
 from libdsec.images import Environments, Images, Layers, Snapshots
@@ -26,6 +26,7 @@ from libdsec.wire import (
     JSON_TYPE,
     BatchItem,
     BatchRequest,
+    CpuClass,
     NodeInfo,
     SandboxInfo,
     SandboxSpec,
@@ -132,14 +133,16 @@ class DSecClient:
         name: str | None = None,
         labels: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
+        cpu_class: CpuClass | str | None = None,
         max_lifetime: float | None = None,
         ttl_running_stop: float | None = 300,
         idempotency_key: str | None = None,
     ) -> Sandbox:
-        """Create a sandbox that begins with the files of a snapshot, with the limits, user and ENV of the sandbox that it was taken of."""
+        """Create a sandbox that begins with the files of a snapshot, with the limits, user, ENV and (when none is given) CPU class of the
+        sandbox that it was taken of."""
         spec = SandboxSpec(
             snapshot=snapshot, name=name, labels=dict(labels or {}), env=dict(env or {}), max_lifetime=max_lifetime,
-            idle_timeout=ttl_running_stop,
+            idle_timeout=ttl_running_stop, cpu_class=cpu_class_of(cpu_class),
         )  # fmt: skip
         return await self._run(spec, timeout, idempotency_key, 0.0)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from libdsec.api import path
+from libdsec.args import cpu_class_of
 from libdsec.command import Command, make_spec, run, start
 from libdsec.errors import InvalidRequest, SandboxEnded, SessionBusy, SessionExists, SessionNotFound, from_body
 from libdsec.files import Files
@@ -20,6 +21,7 @@ from libdsec.stream import Callback, CommandStream
 from libdsec.wire import (
     BatchItem,
     CommandInfo,
+    CpuClass,
     ForkRequest,
     LeaseRequest,
     PackRequest,
@@ -318,16 +320,17 @@ class Sandbox:
         n: int = 1,
         *,
         labels: Mapping[str, str] | None = None,
+        cpu_class: CpuClass | str | None = None,
         max_lifetime: float | None = None,
         idle_timeout: float | msgspec.UnsetType | None = _KEEP,
         idempotency_key: str | None = None,
     ) -> list[Sandbox]:
         """`n` new sandboxes that begin with the files that this one has at one instant: all of them or, when one fails, none.
 
-        Processes are not copied; the host name and the machine id are their own.
+        Processes are not copied; the host name and the machine id are their own. `cpu_class` None: as this one has.
         """
         body = ForkRequest(
-            n=n, labels=dict(labels or {}), max_lifetime=max_lifetime, idle_timeout=idle_timeout,
+            n=n, labels=dict(labels or {}), cpu_class=cpu_class_of(cpu_class), max_lifetime=max_lifetime, idle_timeout=idle_timeout,
             idempotency_key=idempotency_key or secrets.token_hex(16),
         )  # fmt: skip
         _, data = await self._api.exchange("POST", f"{self._path}/fork", body=body, safe=True, timeout=300.0)

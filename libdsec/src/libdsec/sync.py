@@ -36,6 +36,7 @@ from libdsec.stream import Callback
 from libdsec.tars import Links, Names
 from libdsec.wire import (
     CommandInfo,
+    CpuClass,
     EnvironmentInfo,
     FileInfo,
     GcResult,
@@ -440,14 +441,14 @@ class SyncSandbox(_Wrapper):
         return self._portal.run(self._inner.snapshot(name, labels=labels))
 
     def fork(
-        self, n: int = 1, *, labels: Mapping[str, str] | None = None, max_lifetime: float | None = None,
-        idle_timeout: float | msgspec.UnsetType | None = _KEEP, idempotency_key: str | None = None,
+        self, n: int = 1, *, labels: Mapping[str, str] | None = None, cpu_class: CpuClass | str | None = None,
+        max_lifetime: float | None = None, idle_timeout: float | msgspec.UnsetType | None = _KEEP, idempotency_key: str | None = None,
     ) -> list[SyncSandbox]:
         """`n` new sandboxes that begin with the files that this one has at one instant: all of them or, when one fails, none.
 
-        Processes are not copied; the host name and the machine id are their own.
+        Processes are not copied; the host name and the machine id are their own. `cpu_class` None: as this one has.
         """
-        made: list[SyncSandbox] = _wrap(self._portal, self._portal.run(self._inner.fork(n, labels=labels, max_lifetime=max_lifetime, idle_timeout=idle_timeout, idempotency_key=idempotency_key)))
+        made: list[SyncSandbox] = _wrap(self._portal, self._portal.run(self._inner.fork(n, labels=labels, cpu_class=cpu_class, max_lifetime=max_lifetime, idle_timeout=idle_timeout, idempotency_key=idempotency_key)))
         return made
 
     def pack_diff(
@@ -699,11 +700,12 @@ class SyncDSecClient(_Wrapper):
 
     def restore(
         self, snapshot: str, timeout: float | None = 120, *, name: str | None = None, labels: Mapping[str, str] | None = None,
-        env: Mapping[str, str] | None = None, max_lifetime: float | None = None, ttl_running_stop: float | None = 300,
-        idempotency_key: str | None = None,
+        env: Mapping[str, str] | None = None, cpu_class: CpuClass | str | None = None, max_lifetime: float | None = None,
+        ttl_running_stop: float | None = 300, idempotency_key: str | None = None,
     ) -> SyncSandbox:
-        """Create a sandbox that begins with the files of a snapshot, with the limits, user and ENV of the sandbox that it was taken of."""
-        made: SyncSandbox = _wrap(self._portal, self._portal.run(self._inner.restore(snapshot, timeout, name=name, labels=labels, env=env, max_lifetime=max_lifetime, ttl_running_stop=ttl_running_stop, idempotency_key=idempotency_key)))
+        """Create a sandbox that begins with the files of a snapshot, with the limits, user, ENV and (when none is given) CPU class of the
+        sandbox that it was taken of."""
+        made: SyncSandbox = _wrap(self._portal, self._portal.run(self._inner.restore(snapshot, timeout, name=name, labels=labels, env=env, cpu_class=cpu_class, max_lifetime=max_lifetime, ttl_running_stop=ttl_running_stop, idempotency_key=idempotency_key)))
         return made
 
     def run_many(

@@ -71,6 +71,13 @@ class Health(enum.StrEnum):
     DAMAGED = "damaged"
 
 
+class CpuClass(enum.StrEnum):
+    """How a sandbox shares the CPU: `best_effort` runs on what nobody else of the node wants."""
+
+    LATENCY = "latency"
+    BEST_EFFORT = "best_effort"
+
+
 class Limits(Model):
     """Limits of one sandbox. None: the node's default."""
 
@@ -91,6 +98,7 @@ class SandboxSpec(Model):
     snapshot: str | None = None
     backend: str = "container"
     limits: Limits = msgspec.field(default_factory=Limits)
+    cpu_class: CpuClass | None = None  # None: the node's default, or as the sandbox had it that the snapshot was taken of
     disk: str = "default"  # "default": the node's quota medium; "memory": tmpfs, charged to the memory limit
     max_lifetime: float | None = None  # seconds after creation; None: never
     idle_timeout: float | None = None  # seconds without a running command, an attached stream or a request; None: never
@@ -122,6 +130,7 @@ class ForkRequest(Model):
     """Make `n` sandboxes that begin with the files of a running one. Limits, user, ENV and labels are the same; `labels` are added."""
 
     n: int = 1
+    cpu_class: CpuClass | None = None  # None: as it has
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     max_lifetime: float | None = None  # seconds after creation; None: never
     idle_timeout: float | msgspec.UnsetType | None = msgspec.UNSET  # absent: as it has; null: never
@@ -167,6 +176,7 @@ class SandboxInfo(Reply):
     detail: str | None = None
     warnings: list[str] = msgspec.field(default_factory=list)
     paused: bool = False  # nothing inside runs, until something is wanted of it
+    cpu_class: CpuClass = CpuClass.LATENCY
 
 
 class BatchItem(Reply):

@@ -167,5 +167,6 @@ def complete_sandbox(incomplete: str) -> list[tuple[str, str]]:
         return []
 
 
+CPU_CLASS = typer.Option("--cpu-class", metavar="CLASS", help="latency, or best_effort: on the CPU that nobody else wants.")
 SANDBOX = typer.Argument(help="Id, beginning of an id, or name.", autocompletion=complete_sandbox)
 SANDBOXES = typer.Argument(help="Ids, beginnings of ids, or names.", show_default=False, autocompletion=complete_sandbox)

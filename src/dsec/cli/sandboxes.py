@@ -31,6 +31,7 @@ def run(
     name: Annotated[str | None, typer.Option(help="A name that no other live sandbox has.")] = None,
     memory: Annotated[int | None, typer.Option(metavar="MB", help="Memory limit.")] = None,
     cpus: Annotated[float | None, typer.Option(help="CPU limit, in cores.")] = None,
+    cpu_class: Annotated[str | None, common.CPU_CLASS] = None,
     disk: Annotated[int | None, typer.Option(metavar="MB", help="Limit of the writable layer.")] = None,
     pids: Annotated[int | None, typer.Option(help="Process limit.")] = None,
     idle: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="Stop when idle for so long.")] = None,
@@ -44,7 +45,8 @@ def run(
 
     args = DSecContainerRunArgs(
         container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, disk_mb=disk, pids=pids, ttl_running_stop=idle, name=name,
-        max_lifetime=max_lifetime, init_user=user, workdir=workdir, env=common.pairs(env, "--env"), labels=common.pairs(label, "--label"),
+        cpu_class=cpu_class, max_lifetime=max_lifetime, init_user=user, workdir=workdir, env=common.pairs(env, "--env"),
+        labels=common.pairs(label, "--label"),
     )  # fmt: skip
     if not detach and not argv:
         common.fail("invalid_request: no command; give one after `--`, or --detach", 2)
@@ -137,7 +139,7 @@ def ps(
         for info in infos:
             print(info.id)
     else:
-        common.show_table(("id", "image", "state", "age", "memory", "health", "name", "labels"), map(_row, infos))
+        common.show_table(("id", "image", "state", "age", "memory", "cpu", "health", "name", "labels"), map(_row, infos))
 
 
 def _row(info: SandboxInfo) -> tuple[object, ...]:
@@ -145,7 +147,8 @@ def _row(info: SandboxInfo) -> tuple[object, ...]:
     labels = ",".join(f"{key}={value}" for key, value in info.labels.items())
     memory = common.size((info.limits.memory_mb or 0) << 20)
     image = info.image or f"{len(info.layers)} layers"
-    return info.id, image, state, common.age(info.created_at), memory, info.health.value, info.name or "-", labels or "-"
+    cpu = info.cpu_class.value.replace("_", " ")
+    return info.id, image, state, common.age(info.created_at), memory, cpu, info.health.value, info.name or "-", labels or "-"
 
 
 def inspect(sandbox: Annotated[str, common.SANDBOX]) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from dsec.edge.backends.base import DiskUsage
 from dsec.edge.config import MIB, EdgeConfig
+from dsec.edge.cpu import CpuUse
 from libdsec.errors import AtCapacity, InvalidRequest
-from libdsec.wire import Limits
+from libdsec.wire import CpuClass, Limits
 
 _FRESH = 0.25  # seconds for which a reading of the host is used again
 _SANDBOX_MEMORY = 2 * MIB  # charged for each sandbox made since the reading: supervisor, init and kernel memory, rounded up
@@ -25,6 +26,8 @@ _STALL = 40.0  # percent of the last 10 s in which every task waited for memory
 _STALL_WARN = 10.0
 _SHORT = 256 * MIB  # with less available than this, or than twice the reserve, memory is short
 _NODE_MAX = 1 << 40
+_CPU_WAITS = 50.0  # percent of the last minute in which some task of the latency class could run and did not
+_CPU_SCARCE = 0.1  # share of the machine's CPU that neither the latency class nor the host takes
 
 # field: (least, most, unit)
 _RANGES: dict[str, tuple[float, float, str]] = {
@@ -145,9 +148,10 @@ class Admission:
         self._config = config
         self.host = host or Host()
         self.disk: DiskUsage | None = None
+        self.cpu = CpuUse({})
         self._since = 0  # sandboxes admitted since the last reading
 
-    def admit(self, live: int, limits: Limits, memory_disk: bool) -> list[str]:
+    def admit(self, live: int, limits: Limits, memory_disk: bool, cpu_class: CpuClass = CpuClass.LATENCY) -> list[str]:
         """Take one more beside `live` others, or raise AtCapacity with a time to retry after. Returns warnings."""
         if self.host.refresh():
             self._since = 0
@@ -178,8 +182,23 @@ class Admission:
             raise _full("descriptors", f"the node may open only {host.files_left} more files", 2.0)
         if host.tasks_left - self._since * _PIDS_PER_SANDBOX < 4 * _PIDS_PER_SANDBOX + 64:
             raise _full("processes", f"the host may start only {host.tasks_left} more tasks", 2.0)
+        warnings += self._admit_cpu(cpu_class)
         self._since += 1
         return warnings
+
+    def _admit_cpu(self, cpu_class: CpuClass) -> list[str]:
+        """What was asked for counts for nothing: sandboxes mostly wait. Nothing breaks where CPU is short, so only who says so refuses."""
+        cpu = self.cpu
+        if cpu.spare >= _CPU_SCARCE:
+            return []  # waits for the own limit count as pressure, too: they say something of the machine only where it is busy
+        left = f"{cpu.spare:.0%} of the CPU are left beside the latency class and the host"
+        if cpu_class is CpuClass.BEST_EFFORT:
+            return [f"best effort will hardly run: {left}"]
+        waits = cpu.pressure[CpuClass.LATENCY]
+        why = f"the latency class waited for CPU in {waits:.0f}% of the last minute, {left}"
+        if waits > self._config.cpu_pressure:
+            raise _full("cpu", why, 10.0)
+        return [why] if waits > _CPU_WAITS else []
 
 
 def _full(name: str, why: str, after: float) -> Exception:

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from dsec.config import NodeConfig, RemoteConfig, SandboxConfig
+from libdsec.wire import CpuClass
 
 MIB = 1 << 20
 _NODE, _SANDBOX, _REMOTE = NodeConfig(), SandboxConfig(), RemoteConfig()  # the defaults
@@ -38,6 +39,7 @@ class EdgeConfig:
     max_sandboxes: int = _NODE.max_sandboxes
     warn_sandboxes: int = _NODE.warn_sandboxes
     max_creating: int = 8  # creates in flight at the launcher
+    cpu_pressure: int = _NODE.cpu_pressure  # percent
     memory_reserve: int = _NODE.memory_reserve_mb * MIB
     uid_base: int = _NODE.uid_base
     tombstone_ttl: float = _NODE.tombstone_ttl
@@ -50,6 +52,7 @@ class EdgeConfig:
     # defaults of a sandbox
     memory_mb: int = _SANDBOX.memory_mb
     cpu_cores: float = _SANDBOX.cpu_cores
+    cpu_class: CpuClass = CpuClass.LATENCY
     disk_mb: int = _SANDBOX.disk_mb
     pids: int = _SANDBOX.pids
     open_files: int = _SANDBOX.open_files

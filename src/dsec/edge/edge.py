@@ -22,6 +22,7 @@ from dsec.edge.admission import raise_file_limit, resolve_limits
 from dsec.edge.backends.base import Backend, ImageResolver, ResolvedImage, StartSpec, require
 from dsec.edge.backends.container import Container
 from dsec.edge.config import MIB, EdgeConfig
+from dsec.edge.cpu import CpuUse
 from dsec.edge.filesystem import Files
 from dsec.edge.lifecycle import PREFIX_LENGTH, SLOT_SIZE, Sandbox, Table, random_text
 from dsec.edge.packing import Packing
@@ -35,6 +36,7 @@ from libdsec.wire import (
     BatchItem,
     BatchRequest,
     Cause,
+    CpuClass,
     ErrorBody,
     ForkRequest,
     LeaseRequest,
@@ -72,12 +74,14 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
         prefix = _prefix(config)
         self.table = Table(prefix)
         self.backends = self.make_backends(prefix)
+        self.admission.cpu = CpuUse({name: path for backend in self.backends.values() for name, path in backend.cpu_groups().items()})
         self.counters.watch(
             creating=lambda: float(sum(s.state is State.CREATING for s in self.table.live())),
             running=lambda: float(sum(s.state is State.RUNNING for s in self.table.live())),
             tombstones=lambda: float(self.table.tombstones),
             damaged=lambda: float(sum(bool(s.damage) for s in self.table.live())),
         )
+        self.counters.watch_cpu(self.admission.cpu, lambda name: float(sum(s.cpu_class is name for s in self.table.live())))
         try:
             self.load_snapshots()
             await self.recover(lines.load(config.journal))
@@ -91,7 +95,8 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
 
     def make_backends(self, prefix: str) -> dict[str, Backend]:
         """The backends of this node, by name."""
-        return {"container": Container(self.config, prefix, self.survivor, self.counters.launcher_restarts.inc, self.kept_volumes)}
+        died = self.counters.launcher_restarts.inc
+        return {"container": Container(self.config, prefix, self.survivor, died, self.kept_volumes)}
 
     async def close(self, stop_sandboxes: bool) -> None:
         """Stop admitting; stop the sandboxes or leave them running for the next edge; let go of everything else."""
@@ -221,13 +226,16 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
             require(backend, "snapshot", "a sandbox of a snapshot")
         defaults = self.images.limits(spec.image) if source is None else source.limits
         limits = resolve_limits(_or(spec.limits, defaults), self.config, self.admission.disk, memory_disk)
+        cpu_class = spec.cpu_class or (self.config.cpu_class if source is None else source.cpu_class)
+        if cpu_class is CpuClass.BEST_EFFORT:
+            require(backend, "cpu_class", "cpu_class=best_effort")
         if spec.name is not None:
             self.table.check_name(spec.name)
-        warnings = self.admission.admit(len(self.table), limits, memory_disk)
+        warnings = self.admission.admit(len(self.table), limits, memory_disk, cpu_class)
         sandbox_id = self.table.free_id()
         slot = self.table.take_slot() if source is None else self.table.hold_slot(source.slot)
         sandbox = Sandbox(sandbox_id, spec, limits, slot, self.config.run_of(sandbox_id), self.config.state_of(sandbox_id))
-        sandbox.key, sandbox.warnings = key, warnings
+        sandbox.key, sandbox.warnings, sandbox.cpu_class = key, warnings, cpu_class
         lifetime = spec.max_lifetime if spec.max_lifetime is not None else self.config.max_lifetime
         sandbox.deadline = None if lifetime is None else sandbox.created_at + lifetime
         sandbox.idle_timeout = spec.idle_timeout if spec.idle_timeout is not None else self.config.idle_timeout
@@ -289,6 +297,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
             memory_disk=spec.disk == "memory",
             pids=limits.pids or 0,
             cpu_milli=max(10, round((limits.cpu_cores or 0) * 1000)),
+            cpu_class=sandbox.cpu_class,
             open_files=limits.open_files or 0,
             shm_bytes=max(config.shm_bytes, (limits.memory_mb or 0) * MIB // 2),
             log_head=output,
@@ -304,7 +313,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
         sandbox.create = lines.Create(
             v=lines.VERSION, id=sandbox.id, spec=sandbox.spec, limits=sandbox.limits, image=sandbox.image, layers=sandbox.layers,
             user=sandbox.user, workdir=sandbox.workdir, backend=sandbox.backend, slot=sandbox.slot, at=sandbox.created_at,
-            deadline=sandbox.deadline, idle=sandbox.idle_timeout, key=sandbox.key, warnings=sandbox.warnings,
+            deadline=sandbox.deadline, idle=sandbox.idle_timeout, key=sandbox.key, warnings=sandbox.warnings, cpu_class=sandbox.cpu_class,
         )  # fmt: skip
         self.journal.write(sandbox.create)
         sandbox.journaled = True

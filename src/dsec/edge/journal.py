@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from libdsec.errors import ResourceExhausted
-from libdsec.wire import Cause, Limits, SandboxSpec
+from libdsec.wire import Cause, CpuClass, Limits, SandboxSpec
 
 VERSION = 1
 COMPACT_BYTES = 32 << 20  # a running edge compacts when the file passed this and is mostly history
@@ -45,6 +45,7 @@ class Create(Line, tag="create"):
     idle: float | None = None
     key: str | None = None
     warnings: list[str] = msgspec.field(default_factory=list)
+    cpu_class: CpuClass = CpuClass.LATENCY
 
 
 class Ready(Line, tag="ready"):

@@ -12,7 +12,7 @@ from dsec.edge.journal import Change, Create, Ended, Entry, Ready
 from dsec.edge.supervisor import Control
 from dsec.edge.wire import Record
 from libdsec.errors import DSecError, IdempotencyConflict, NameInUse, ResourceExhausted, SandboxEnded, SandboxLost, SandboxNotFound
-from libdsec.wire import Cause, Health, Limits, SandboxInfo, SandboxSpec, State
+from libdsec.wire import Cause, CpuClass, Health, Limits, SandboxInfo, SandboxSpec, State
 
 SLOT_SIZE = 65536
 MAX_SLOTS = 32768
@@ -36,6 +36,7 @@ class Sandbox:
         "backend",
         "cause",
         "control",
+        "cpu_class",
         "create",
         "created_at",
         "damage",
@@ -85,6 +86,7 @@ class Sandbox:
         self.id = sandbox_id
         self.spec = spec
         self.limits = limits
+        self.cpu_class = spec.cpu_class or CpuClass.LATENCY
         self.slot = slot
         self.reserved = True  # the slot and the name are ours
         self.run_dir, self.state_dir = run_dir, state_dir
@@ -132,7 +134,7 @@ class Sandbox:
             id=self.id, state=self.state, backend=self.backend, image=self.image, layers=self.layers, labels=self.labels, name=self.name,
             created_at=self.created_at, deadline=self.deadline, idle_timeout=self.idle_timeout, limits=self.limits, user=self.user,
             workdir=self.workdir, health=self.health, damage=self.damage, ended_at=self.ended_at, cause=self.cause, detail=self.detail,
-            warnings=self.warnings, paused=self.paused and self.state is State.RUNNING,
+            warnings=self.warnings, paused=self.paused and self.state is State.RUNNING, cpu_class=self.cpu_class,
         )  # fmt: skip
 
     def remember(self, command: str, title: str) -> None:
@@ -187,6 +189,7 @@ class Sandbox:
         sandbox.create, sandbox.journaled = made, True
         sandbox.image, sandbox.layers, sandbox.user, sandbox.workdir = made.image, made.layers, made.user, made.workdir
         sandbox.created_at, sandbox.key, sandbox.warnings = made.at, made.key, made.warnings
+        sandbox.cpu_class = made.cpu_class
         sandbox.deadline, sandbox.idle_timeout = made.deadline, made.idle
         if entry.change is not None:
             sandbox.labels, sandbox.deadline, sandbox.idle_timeout = entry.change.labels, entry.change.deadline, entry.change.idle

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from dsec.edge.cpu import CpuUse
 from dsec.images.remote.fetch import Counters as RemoteCounters
-from libdsec.wire import Cause, Ending
+from libdsec.wire import Cause, CpuClass, Ending
 
 _CREATE = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _EXEC = (0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0, 600.0, 3600.0)
@@ -18,6 +20,14 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.live = Gauge("dsec_sandboxes", "Sandboxes that exist now", ["state"], registry=registry)
+        self.classes = Gauge("dsec_sandboxes_by_cpu_class", "Sandboxes that exist now", ["class"], registry=registry)
+        seconds = Counter("dsec_cpu_seconds", "CPU time of sandboxes", ["class"], registry=registry)
+        self._cpu_seconds = {name: seconds.labels(name.value) for name in CpuClass}
+        self._cpu_seen = dict.fromkeys(CpuClass, 0.0)
+        self._cpu_pressure = Gauge(
+            "dsec_cpu_pressure_percent", "Of the last minute, when some task of the class waited for CPU", ["class"], registry=registry
+        )
+        self._cpu_spare = Gauge("dsec_cpu_spare_ratio", "CPU left beside latency class and host, last minute", registry=registry)
         self.tombstones = Gauge("dsec_tombstones", "Ended sandboxes whose records are kept", registry=registry)
         self.damaged = Gauge("dsec_sandboxes_damaged", "Live sandboxes that broke their own shell or PID 1", registry=registry)
         self.connections = Gauge("dsec_streams_open", "Streams open to supervisors", registry=registry)
@@ -71,6 +81,19 @@ class Metrics:
         self.live.labels("running").set_function(running)
         self.tombstones.set_function(tombstones)
         self.damaged.set_function(damaged)
+
+    def watch_cpu(self, cpu: CpuUse, sandboxes: Callable[[CpuClass], float]) -> None:
+        """Gauges of the classes that are read when somebody asks."""
+        for name in CpuClass:
+            self.classes.labels(name.value).set_function(partial(sandboxes, name))
+            self._cpu_pressure.labels(name.value).set_function(partial(cpu.pressure.__getitem__, name))
+        self._cpu_spare.set_function(lambda: cpu.spare)
+
+    def cpu(self, cpu: CpuUse) -> None:
+        """What the classes used so far; a group that was made anew counts from zero."""
+        for name, now in cpu.seconds.items():
+            before, self._cpu_seen[name] = self._cpu_seen[name], now
+            self._cpu_seconds[name].inc(now - before if now >= before else now)
 
     def remote(self, counters: RemoteCounters, cache_bytes: int) -> None:
         """What the filler did since it began; a filler that was started again counts from zero."""

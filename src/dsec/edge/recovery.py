@@ -16,7 +16,7 @@ from dsec.edge.lifecycle import Sandbox
 from dsec.edge.supervisor import ConnectionLost, Control
 from dsec.edge.wire import WireError
 from libdsec.errors import DSecError, LayerNotFound, WireVersion
-from libdsec.wire import Cause, State
+from libdsec.wire import Cause, CpuClass, State
 
 log = logging.getLogger("dsec.edge")
 _PARALLEL = 64
@@ -57,10 +57,10 @@ class Recovery(Core):
         """What the journal has to remember."""
         return [entry for sandbox in self.table if (entry := sandbox.entry()) is not None]
 
-    def survivor(self) -> int | None:
-        """Pid of a supervisor that lives now: whoever joins it shares the node's mounts."""
+    def survivor(self, cpu_class: CpuClass | None = None) -> int | None:
+        """Pid of a supervisor (of this class) that lives now: whoever joins it shares the node's mounts."""
         for sandbox in self.table.live():
-            if sandbox.pid and (sandbox.control is not None or sandbox.refused is not None):
+            if cpu_class in (None, sandbox.cpu_class) and sandbox.pid and (sandbox.control is not None or sandbox.refused is not None):
                 return sandbox.pid
         return None
 
@@ -137,6 +137,8 @@ class Recovery(Core):
                 if ticks % _PING_TICKS == 0:
                     self._ping()
                 await self.look_at_disk()
+                self.admission.cpu.sample()
+                self.counters.cpu(self.admission.cpu)
                 if self.journal.grown:
                     self.journal.compact(self.history())
             except (DSecError, ConnectionLost, OSError) as error:

@@ -20,7 +20,7 @@ from dsec.edge.lifecycle import Sandbox, random_text
 from dsec.edge.specs import check_labels
 from dsec.images.model import ResolvedImage
 from libdsec.errors import InvalidRequest, LayerNotFound, SnapshotNotFound
-from libdsec.wire import ForkRequest, Limits, SandboxSpec, SnapshotInfo, SnapshotRequest
+from libdsec.wire import CpuClass, ForkRequest, Limits, SandboxSpec, SnapshotInfo, SnapshotRequest
 
 log = logging.getLogger("dsec.edge")
 VERSION = 1
@@ -43,6 +43,7 @@ class Snapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
     env: dict[str, str]
     slot: int  # whose uids own its files
     limits: Limits
+    cpu_class: CpuClass = CpuClass.LATENCY
 
     def info(self) -> SnapshotInfo:
         """As listings show it."""
@@ -109,7 +110,7 @@ class Snapshots(Core):
         made = Snapshot(
             v=VERSION, id=volume, name=name, sandbox=sandbox.id, at=time.time(), labels=dict(labels), layers=list(sandbox.layers),
             image=sandbox.image, user=sandbox.user, workdir=sandbox.workdir, env={**image_env, **sandbox.spec.env}, slot=sandbox.slot,
-            limits=sandbox.limits,
+            limits=sandbox.limits, cpu_class=sandbox.cpu_class,
         )  # fmt: skip
         self.passing[volume] = made
         self.table.hold_slot(made.slot)
@@ -185,7 +186,7 @@ class Snapshots(Core):
         made = await self._copy(sandbox, f"{sandbox.id}.f{random_text(8)}", None, {})
         spec = msgspec.structs.replace(
             sandbox.spec, image=None, layers=None, snapshot=made.id, name=None, hostname=None, labels={**sandbox.labels, **request.labels},
-            limits=sandbox.limits, max_lifetime=request.max_lifetime,
+            limits=sandbox.limits, cpu_class=request.cpu_class or sandbox.cpu_class, max_lifetime=request.max_lifetime,
             idle_timeout=sandbox.idle_timeout if request.idle_timeout is msgspec.UNSET else request.idle_timeout,
         )  # fmt: skip
         return made, spec

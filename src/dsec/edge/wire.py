@@ -127,6 +127,7 @@ T_USERNS: Final = 52
 T_CGROUP: Final = 53
 T_FEATURES: Final = 54
 T_VOLUME: Final = 55
+T_CPU_CLASS: Final = 56
 T_COMMAND: Final = 64
 T_ARG: Final = 65
 T_SHELL: Final = 66

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from pathlib import Path
+
+from dsec.linux import calls
 
 
 def kernel() -> tuple[int, int]:
@@ -55,6 +59,16 @@ def capabilities() -> int:
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)
     return 0
+
+
+def core_scheduling() -> str | None:
+    """Why tasks cannot be kept apart by core here; None: they can."""
+    cookie = ctypes.c_uint64()
+    try:
+        calls.prctl(calls.PR_SCHED_CORE, 0, 0, 0, ctypes.addressof(cookie))
+    except OSError as error:
+        return "no core here has two threads" if error.errno == errno.ENODEV else "not in this kernel"
+    return None
 
 
 def cgroups() -> tuple[dict[str, str], str | None, set[str]]:

@@ -167,6 +167,18 @@ def cgroup_kill(parent: str) -> None:
         group.rmdir()
 
 
+def cpu_idle(parent: str) -> None:
+    """A group that yields to all others."""
+    group = Path(parent) / f"dsec-probe-cpu-{os.getpid()}"
+    group.mkdir()
+    try:
+        if not (group / "cpu.idle").exists():
+            raise OSError(f"no cpu.idle in {parent}")
+        (group / "cpu.idle").write_text("1")
+    finally:
+        group.rmdir()
+
+
 def pre_content(where: str) -> None:
     """A reader of a hole is made to wait until its bytes were put there (fanotify FAN_PRE_ACCESS, Linux 6.14), on the file system that
     layers will lie on.
@@ -209,7 +221,8 @@ def fuse() -> None:
 
 
 PROBES: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (erofs_file, overlay, idmapped, loop, namespaces, user_namespace, seccomp, cgroup_kill, pre_content, fuse)
+    f.__name__: f
+    for f in (erofs_file, overlay, idmapped, loop, namespaces, user_namespace, seccomp, cgroup_kill, cpu_idle, pre_content, fuse)
 }
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from dsec.images.model import DiffOrigin, Layer, ResolvedImage
 from libdsec.errors import Unsupported
-from libdsec.wire import Limits, PackRequest, PackResult
+from libdsec.wire import CpuClass, Limits, PackRequest, PackResult
 
 __all__ = [
     "CAPABILITIES", "Backend", "DiskUsage", "ImageResolver", "Layer", "ResolvedImage", "StartSpec", "Started", "capabilities", "require",
@@ -19,7 +20,8 @@ __all__ = [
 # What a sandbox of a backend can do. A backend names every one of them.
 CAPABILITIES = (
     "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "network_rules",
-    "egress_hosts", "pause_memory", "pause_disk", "fork", "snapshot", "pack_diff", "gpu", "desktop", "nested_containers", "privileged",
+    "egress_hosts", "cpu_class", "core_scheduling",
+    "pause_memory", "pause_disk", "fork", "snapshot", "pack_diff", "gpu", "desktop", "nested_containers", "privileged",
     "trusted_supervisor",
 )  # fmt: skip
 
@@ -81,6 +83,7 @@ class StartSpec:
     memory_disk: bool
     pids: int
     cpu_milli: int
+    cpu_class: CpuClass
     open_files: int
     shm_bytes: int
     log_head: int
@@ -140,6 +143,10 @@ class Backend(Protocol):
 
     async def unmount(self, digest: str) -> None:
         """Let go of a layer before its file is deleted. Nothing happens when it is not held."""
+        ...
+
+    def cpu_groups(self) -> Mapping[CpuClass, Path]:
+        """The v2 group of each CPU class: all its sandboxes are in it, and nothing else."""
         ...
 
     async def disk_usage(self) -> DiskUsage:

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dsec.edge import wire
@@ -19,39 +19,44 @@ from dsec.edge.supervisor import ConnectionLost
 from dsec.edge.wire import Fields
 from dsec.guard import seccomp
 from dsec.images.remote.service import is_complete
+from dsec.linux import facts
 from dsec.linux.cgroups import remove_group
 from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable
+from libdsec.wire import CpuClass
 
 MAX_LAYERS = 64
 _ID = re.compile(r"[a-z0-9]{20}")
 _GIB = 1 << 30
 _NUMBERS = wire.u64s(
     wire.T_UID_BASE, wire.T_USERNS, wire.T_MEDIUM, wire.T_DISK_BYTES, wire.T_MEMORY_BYTES, wire.T_PIDS, wire.T_CPU_MILLI, wire.T_NOFILE,
-    wire.T_SHM_BYTES, wire.T_LOG_HEAD, wire.T_LOG_TAIL, wire.T_LOG_BUDGET, wire.T_DEADLINE_NS, wire.T_IDLE_NS,
+    wire.T_CPU_CLASS, wire.T_SHM_BYTES, wire.T_LOG_HEAD, wire.T_LOG_TAIL, wire.T_LOG_BUDGET, wire.T_DEADLINE_NS, wire.T_IDLE_NS,
 )  # fmt: skip
 _CGROUPS = Path("/sys/fs/cgroup")
+_CLASSES = (CpuClass.LATENCY, CpuClass.BEST_EFFORT)  # CPU_* of sandbox.h
+IDLE = "-idle"  # the parent of best effort's groups is beside that of the others, and yields to everything
 
 
 class Container:
     """Containers of one edge."""
 
     name = "container"
-    capabilities = capabilities(
-        "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "pause_memory",
-        "fork", "snapshot", "pack_diff", "trusted_supervisor",
+    capabilities: Mapping[str, bool] = capabilities(
+        "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "cpu_class",
+        "pause_memory", "fork", "snapshot", "pack_diff", "trusted_supervisor",
     )  # fmt: skip
 
     def __init__(
         self,
         config: EdgeConfig,
         prefix: str,
-        survivor: Callable[[], int | None],
+        survivor: Callable[[CpuClass | None], int | None],
         on_restart: Callable[[], None],
         kept: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """`survivor`: pid of a supervisor that lives now, for a launcher that has to join its mounts; `on_restart`: a launcher died;
-        `kept`: volumes of the medium that are not sandboxes' own and shall stay."""
+        """`survivor`: pid of a supervisor (of a class) that lives now, whose mounts and cookie a launcher joins; `on_restart`: a launcher
+        died; `kept`: volumes of the medium that are not sandboxes' own and shall stay."""
         self._kept = kept
+        self.capabilities = {**Container.capabilities, "core_scheduling": facts.core_scheduling() is None}
         self._config = config
         self.cgroup = f"dsec-{prefix}"
         self._survivor = survivor
@@ -119,6 +124,11 @@ class Container:
                 continue
         return sorted(found.difference(known))
 
+    def cpu_groups(self) -> Mapping[CpuClass, Path]:
+        """Parents of the sandboxes of each class in the v2 tree."""
+        unified = Path(facts.cgroups()[1] or _CGROUPS)
+        return {CpuClass.LATENCY: unified / self.cgroup, CpuClass.BEST_EFFORT: unified / f"{self.cgroup}{IDLE}"}
+
     async def disk_usage(self) -> DiskUsage:
         """Size and free bytes of the writable medium."""
         fields = Fields((await (await self._running()).call(wire.F_DISK_USAGE)).payload)
@@ -145,7 +155,7 @@ class Container:
         if self._launcher is None:
             async with self._opening:
                 if self._launcher is None:
-                    await self._start(self._survivor())
+                    await self._start(self._survivor(None))
         assert self._launcher is not None
         return self._launcher
 
@@ -158,6 +168,7 @@ class Container:
         arguments += ["--fill-ms", str(round(config.fill_deadline * 1000)), "--fill-by", config.fill_by]
         if join is not None:
             arguments += ["--join", str(join)]
+        arguments += ["--core", ",".join(str(self._survivor(name) or 0) for name in _CLASSES)]
         launcher = Launcher(self._config.aether, self._died)
         launcher.start(arguments)
         # every layer is asked for again: the launcher knows which are mounted in the namespace that it joined
@@ -215,6 +226,7 @@ class Container:
             text_field(wire.T_HOSTNAME, spec.hostname, "hostname"),
             _NUMBERS(
                 spec.uid_base, 1, _medium(spec.memory_disk), spec.disk_bytes, spec.memory_bytes, spec.pids, spec.cpu_milli, spec.open_files,
+                _CLASSES.index(spec.cpu_class),
                 spec.shm_bytes, spec.log_head, spec.log_tail, spec.log_budget, spec.deadline_ns, spec.idle_ns,
             ),
             text_field(wire.T_WORKDIR, spec.workdir, "workdir"),
@@ -233,13 +245,13 @@ class Container:
         """Directories of this edge in every cgroup hierarchy: the v2 root, or each v1 controller and the v2 tree beside them."""
         found = []
         for base in (_CGROUPS, *(_CGROUPS.iterdir() if _CGROUPS.is_dir() else ())):
-            path = base / self.cgroup
-            try:
-                if path.is_dir() and not base.is_symlink():
-                    found.append(path)
-            except OSError as error:
-                if error.errno != errno.ENOENT:
-                    raise
+            for path in (base / self.cgroup, base / f"{self.cgroup}{IDLE}"):
+                try:
+                    if path.is_dir() and not base.is_symlink():
+                        found.append(path)
+                except OSError as error:
+                    if error.errno != errno.ENOENT:
+                        raise
         return found
 
 
