@@ -252,13 +252,15 @@ class Sandbox:
 
 
 @contextmanager
-def driver(medium: bool = True, extra: dict[str, str] | None = None, directory: str | None = None) -> Iterator[Driver]:
+def driver(
+    medium: bool = True, extra: dict[str, str] | None = None, directory: str | None = None, more: tuple[str, ...] = ()
+) -> Iterator[Driver]:
     """A started launcher with one layer, `base`, in a directory of its own; proves at the end that nothing is left."""
     home = Path(tempfile.mkdtemp(prefix="dsec-native-", dir=directory))
     d = Driver(home)
     try:
         image = base_layer(home, extra)
-        d.start()
+        d.start(None, *more)
         if medium:
             d.mount_medium()
         d.mount_layer("base", image)

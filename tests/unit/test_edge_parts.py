@@ -18,11 +18,13 @@ from dsec.edge import records, wire
 from dsec.edge.admission import Admission, Host, resolve_limits
 from dsec.edge.backends.base import CAPABILITIES, DiskUsage, capabilities
 from dsec.edge.commands import encode, signal_number
+from dsec.edge.cpu import CpuUse
 from dsec.edge.lifecycle import SLOT_SIZE, Sandbox, Table
+from dsec.edge.metrics import Metrics
 from dsec.edge.supervisor import ConnectionLost, Control, Stream
 from dsec.edge.wire import Frame
 from libdsec import errors
-from libdsec.wire import Cause, ExecSpec, Limits, SignalRequest
+from libdsec.wire import Cause, CpuClass, ExecSpec, Limits, SignalRequest
 
 
 @pytest.fixture
@@ -195,6 +197,62 @@ def test_admission_warns_below_the_limit_and_counts_a_burst(home: Path) -> None:
     with pytest.raises(errors.AtCapacity):
         for _ in range(20):  # within one reading of the host
             admission.admit(0, Limits(memory_mb=64), False)
+
+
+def _cpu(home: Path, pressure: float, idle: int, best_effort: float = 0.0) -> CpuUse:
+    """After a minute of which so many of 100 ticks were idle, with so many seconds for best effort."""
+    groups = {name: home / name.value for name in CpuClass}
+    (home / "proc").mkdir(exist_ok=True)
+    cpu = CpuUse(groups, home / "proc")
+    for second in (0, 1):
+        for name, group in groups.items():
+            used = best_effort * 1e6 * second if name is CpuClass.BEST_EFFORT else 0
+            group.mkdir(exist_ok=True)
+            (group / "cpu.stat").write_text(f"usage_usec {used:.0f}\nuser_usec 1\n")
+            (group / "cpu.pressure").write_text(f"some avg10=0.00 avg60={pressure:.2f} avg300=0.00 total=0\nfull avg10=0.00 avg60=0.00 total=0\n")
+        (home / "proc/stat").write_text(f"cpu  {50 + (100 - idle) * second} 0 0 {idle * second} 0 0 0 0 7 0\ncpu0 1 1 1\n")
+        cpu.sample()
+    return cpu
+
+
+@pytest.mark.parametrize(
+    ("pressure", "idle", "best_effort", "cpu_class", "expected"),
+    [
+        (90.0, 1, 0.0, CpuClass.LATENCY, "waited for CPU in 90% of the last minute, 1%"),
+        (30.0, 1, 0.0, CpuClass.LATENCY, ""),
+        (90.0, 50, 0.0, CpuClass.LATENCY, ""),  # they wait for their own limits: half of the machine is idle
+        (90.0, 0, 0.6, CpuClass.LATENCY, ""),  # or best effort's, which counts as little
+        (0.0, 1, 0.0, CpuClass.BEST_EFFORT, "best effort will hardly run: 1%"),
+        (0.0, 0, 0.6, CpuClass.BEST_EFFORT, ""),
+    ],
+)
+def test_cpu_is_admitted_by_measured_use(
+    home: Path, pressure: float, idle: int, best_effort: float, cpu_class: CpuClass, expected: str
+) -> None:
+    limits = Limits(memory_mb=64, disk_mb=1, cpu_cores=4000.0)  # what is asked for does not count
+    for most in (100, 80):
+        admission = Admission(config(home, cpu_pressure=most), Host(_proc(home)))
+        admission.cpu = _cpu(home, pressure, idle, best_effort)
+        assert 0 <= admission.cpu.spare <= 1 and admission.cpu.seconds[CpuClass.BEST_EFFORT] == pytest.approx(best_effort)
+        if most == 80 and "waited" in expected:
+            with pytest.raises(errors.AtCapacity) as caught:
+                admission.admit(0, limits, False, cpu_class)
+            assert caught.value.retry_after == 10 and caught.value.details["resource"] == "cpu" and expected in caught.value.message
+            assert admission.admit(0, limits, False, CpuClass.BEST_EFFORT), "best effort is taken, with a warning"
+        else:
+            warnings = admission.admit(0, limits, False, cpu_class)
+            assert [expected in text for text in warnings] == ([True] if expected else [])
+
+
+def test_cpu_metrics_go_on_when_a_group_is_made_anew(home: Path) -> None:
+    cpu, metrics = _cpu(home, 0.0, 50, 5.0), Metrics()
+    metrics.watch_cpu(cpu, lambda name: 3.0 if name is CpuClass.LATENCY else 4.0)
+    metrics.cpu(cpu)
+    cpu.seconds[CpuClass.BEST_EFFORT] = 2.0
+    metrics.cpu(cpu)
+    text = metrics.render().decode()
+    assert 'dsec_cpu_seconds_total{class="best_effort"} 7.0' in text
+    assert 'dsec_sandboxes_by_cpu_class{class="best_effort"} 4.0' in text and "dsec_cpu_spare_ratio 1.0" in text
 
 
 def test_limits_are_filled_in_and_checked(home: Path) -> None:

@@ -174,6 +174,13 @@ def test_personality(code: bytes, machine: str) -> None:
         assert call(code, machine, "personality", value) == refused(errno.EPERM)
 
 
+def test_prctl(code: bytes, machine: str) -> None:
+    for option in (1, 4, 15, 22, 38, 0x53564D41):
+        assert call(code, machine, "prctl", option) == ALLOW
+    for option in (62, (1 << 32) + 62):
+        assert call(code, machine, "prctl", option, 1) == refused(errno.EINVAL)
+
+
 IOCTLS_DENIED = {
     "XFS_IOC_SWAPEXT": 0xC0C0586D,
     "XFS_IOC_EXCHANGE_RANGE": 0x40285881,

@@ -28,7 +28,7 @@ ALLOWED = frozenset(
 
     fork vfork execve execveat exit exit_group wait4 waitid getpid getppid gettid getpgid getpgrp setpgid getsid setsid
     set_tid_address set_robust_list get_robust_list futex futex_waitv futex_wake futex_wait futex_requeue rseq restart_syscall
-    arch_prctl prctl seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
+    arch_prctl seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
     ptrace process_vm_readv process_vm_writev process_mrelease pidfd_open pidfd_send_signal
     kill tkill tgkill rt_sigaction rt_sigprocmask rt_sigpending rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_sigqueueinfo rt_tgsigqueueinfo
     sigaltstack pause alarm getitimer setitimer nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times
@@ -119,6 +119,9 @@ IOCTLS_PASSED = {
     "FS_IOC_FIEMAP": 0xC020660B,
 }
 IOCTLS_REFUSED = {"TIOCSTI": 0x5412, "TIOCLINUX": 0x541C, "TIOCCONS": 0x541D, "TIOCSETD": 0x5423}
+
+# prctl(2). A sandbox with a cookie of its own would share cores with nobody: half of each core that it runs on would be idle.
+PRCTL_REFUSED = {"PR_SCHED_CORE": 62}
 
 # fcntl(2). Whoever opens or runs a leased file waits for its holder, up to 45 s: so would the supervisor, which starts commands.
 FCNTL_REFUSED = {"F_SETLEASE": 1024, "F_SETDELEG": 1040}

@@ -18,7 +18,7 @@ from dsec.guard import policy
 from dsec.guard.bpf import ALLOW, ARCH, ERRNO, JEQ, JGE, JSET, NR, Program, arg, tree
 
 ARCHITECTURES = {"x86_64": (0xC000003E, pyseccomp.Arch.X86_64), "aarch64": (0xC00000B7, pyseccomp.Arch.AARCH64)}
-JUDGED = ("clone", "clone3", "personality", "socket", "socketpair", "mknod", "mknodat", "ioctl", "fcntl")
+JUDGED = ("clone", "clone3", "personality", "socket", "socketpair", "mknod", "mknodat", "ioctl", "fcntl", "prctl")
 
 
 class PolicyError(Exception):
@@ -59,6 +59,7 @@ def program(machine: str | None = None) -> bytes:
     for label, action in (
         ("enosys", ERRNO | errno.ENOSYS),
         ("eperm", ERRNO | errno.EPERM),
+        ("einval", ERRNO | errno.EINVAL),
         ("eafnosupport", ERRNO | errno.EAFNOSUPPORT),
         ("eprotonosupport", ERRNO | errno.EPROTONOSUPPORT),
         ("allow", ALLOW),
@@ -108,6 +109,10 @@ def _judge(made: Program, used: set[str]) -> None:
     for command in list(policy.FCNTL_REFUSED.values())[:-1]:
         made.jump(JEQ, command, "eperm", None)
     made.jump(JEQ, list(policy.FCNTL_REFUSED.values())[-1], "eperm", "allow")
+
+    made.mark("prctl")
+    made.load(arg(0))
+    made.jump(JEQ, policy.PRCTL_REFUSED["PR_SCHED_CORE"], "einval", "allow")  # as a kernel without it answers
 
     made.mark("ioctl")
     made.load(arg(1))
