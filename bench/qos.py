@@ -72,7 +72,7 @@ class Stage:
             True: [await self._box(client, "best_effort") for _ in range(CORES)],
             False: [await self._box(client, "latency") for _ in range(CORES)],
         }
-        found = [int((await self.step.exec(["/work/step"], check=True)).stdout) for _ in range(3)]
+        found = [int((await self.step.exec(["/opt/step"], check=True)).stdout) for _ in range(3)]
         self.rounds = max(found)
 
     async def _box(self, client: DSecClient, cpu_class: str) -> Sandbox:
@@ -82,18 +82,18 @@ class Stage:
             )
         )
         for name, data in self.programs.items():
-            await box.files.write(f"/work/{name}", data, mode=0o755)
+            await box.files.write(f"/opt/{name}", data, mode=0o755)
         return box
 
     async def run(self, cell: Cell) -> Seen:
         """One cell."""
         boxes = self.loads[cell.protected] if cell.protected is not None else []
         seconds = self.steps * PERIOD_US / 1e6
-        hog = ["/work/hog", cell.kind, str(cell.load), str(round((seconds + 2 * SETTLE) * 1e3))]
+        hog = ["/opt/hog", cell.kind, str(cell.load), str(round((seconds + 2 * SETTLE) * 1e3))]
         commands = [await box.start(hog, output_bytes=65536) for box in boxes]
         await asyncio.sleep(SETTLE)
         before, at = await self._account(boxes), time.monotonic()
-        done = await self.step.exec(["/work/step", str(self.rounds), str(self.steps), str(PERIOD_US)], check=True, timeout=60)
+        done = await self.step.exec(["/opt/step", str(self.rounds), str(self.steps), str(PERIOD_US)], check=True, timeout=60)
         after, wall = await self._account(boxes), time.monotonic() - at
         took = sorted(int(line) / 1e9 for line in done.stdout.split())
         units = sum([float((await command.wait()).stderr.split()[-1]) for command in commands])
