@@ -175,7 +175,7 @@ def report(bench: Bench, seen: dict[Cell, list[Seen]]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run it."""
     bench = start("qos", argv)
-    rounds, steps = (5, 200) if bench.quick else (15, 500)
+    rounds, steps = (5, 200) if bench.quick else (9, 400)
     bench.size = f"{rounds} rounds of {len(cells(bench.quick))} cells, {steps} steps each, {CORES} cores"
     with node() as made:
         floor = Floor(made.images, made.home)

@@ -1,9 +1,7 @@
-// Core scheduling by class: two cookies, each with all of its class, whatever dies. Where this kernel has no core scheduling, prctl is a
-// fake that keeps the cookies in shared memory and gives a process what its parent had, as the kernel does.
+// Core scheduling by class: two cookies, each with all of its class, whatever dies. By the kernel where it has core scheduling, else by a fake.
 #include <assert.h>
 #include <errno.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -13,52 +11,12 @@
 #include "node.h"
 #include "util.h"
 
-#define CORE 62
-enum { GET, CREATE, SHARE_TO, SHARE_FROM };
-#define MOST 64
+#include "fake_core.c"
 
 struct node node;
-static struct { int answer; int n; uint64_t last; int changes; struct { pid_t pid; uint64_t cookie; } task[MOST]; } *kernel; // answer: an errno
-int __real_prctl(int option, ...);
-int __wrap_prctl(int option, unsigned long a, unsigned long b, unsigned long c, unsigned long d);
-
-static uint64_t *entry(pid_t pid) {
-  for (int i = 0; i < kernel->n; i++)
-    if (kernel->task[i].pid == pid) return &kernel->task[i].cookie;
-  return NULL;
-}
-
-static uint64_t *own(void) {
-  if (!entry(getpid())) {
-    uint64_t *parent = entry(getppid());
-    assert(kernel->n < MOST);
-    kernel->task[kernel->n].pid = getpid();
-    kernel->task[kernel->n++].cookie = parent ? *parent : 0;
-  }
-  return entry(getpid());
-}
 
 int __wrap_prctl(int option, unsigned long a, unsigned long b, unsigned long c, unsigned long d) {
-  if (option != CORE || !kernel) return __real_prctl(option, a, b, c, d);
-  errno = kernel->answer;
-  if (errno) return -1;
-  assert(c == 0);                      // one task
-  if (a == GET) {
-    assert(!b);
-    *(uint64_t *)d = *own();
-    return 0;
-  }
-  if (a == CREATE) {
-    assert(!b && !d);
-    *own() = ++kernel->last;
-  } else {
-    assert(a == SHARE_FROM && b && !d);
-    errno = ESRCH;
-    if (kill((pid_t)b, 0)) return -1;
-    *own() = entry((pid_t)b) ? *entry((pid_t)b) : 0;
-  }
-  kernel->changes++;
-  return 0;
+  return option == CORE && kernel ? fake_core(a, b, c, d) : __real_prctl(option, a, b, c, d);
 }
 
 static uint64_t cookie_of(pid_t pid) {  // the real kernel tells of others, too

@@ -148,6 +148,7 @@ class Driver:
         self.filter = seccomp.build(self.run / "seccomp.bpf")
         self._numbers = itertools.count(1)
         self.process: subprocess.Popen[bytes] | None = None
+        self.env: dict[str, str] | None = None  # more of it
 
     def start(self, join: int | None = None, *more: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -156,7 +157,7 @@ class Driver:
         self.process = subprocess.Popen(  # the shell puts the socket where the launcher expects it
             ["/bin/bash", "-c", f'exec "$0" "$@" 3<&{theirs.fileno()}' + (f" {theirs.fileno()}<&-" if theirs.fileno() != 3 else ""),
              self.binary, *argv],
-            pass_fds=[theirs.fileno()], stderr=open(self.home / "launcher.err", "ab"),
+            pass_fds=[theirs.fileno()], env={**os.environ, **(self.env or {})}, stderr=open(self.home / "launcher.err", "ab"),
         )  # fmt: skip
         theirs.close()
         self.sock = ours
@@ -253,11 +254,13 @@ class Sandbox:
 
 @contextmanager
 def driver(
-    medium: bool = True, extra: dict[str, str] | None = None, directory: str | None = None, more: tuple[str, ...] = ()
+    medium: bool = True, extra: dict[str, str] | None = None, directory: str | None = None, more: tuple[str, ...] = (),
+    binary: Path = BINARY, env: dict[str, str] | None = None,
 ) -> Iterator[Driver]:
     """A started launcher with one layer, `base`, in a directory of its own; proves at the end that nothing is left."""
     home = Path(tempfile.mkdtemp(prefix="dsec-native-", dir=directory))
-    d = Driver(home)
+    d = Driver(home, binary)
+    d.env = env
     try:
         image = base_layer(home, extra)
         d.start(None, *more)

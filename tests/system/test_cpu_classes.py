@@ -4,15 +4,17 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import struct
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
-from tests.harness import Node, supervisor_pid
+from tests.harness import Node, supervisor_pid, until
+from tests.system.native_driver import ROOT, driver
 from tests.system.native_driver import Sandbox as Native
-from tests.system.native_driver import driver
 
 from dsec.edge import wire
 from dsec.edge.wire import Fields
@@ -160,6 +162,8 @@ async def test_outlives_the_edge_and_is_inherited(own_node: Node) -> None:
     own_node.kill()
     own_node.start()
     client = await own_node.client()
+    arguments = launcher_arguments(own_node)
+    assert arguments[arguments.index("--core") + 1] == f"0,{supervisor_pid(own_node, best.id)}", "whose cookie the class goes on with"
     assert (await client.info(best.id)).cpu_class is CpuClass.BEST_EFFORT
     again = await client.connect(best.id)
     command = await again.start(["sleep", "20"])
@@ -179,6 +183,14 @@ async def test_outlives_the_edge_and_is_inherited(own_node: Node) -> None:
     assert info.cause == "infra_lost" and info.cpu_class is CpuClass.BEST_EFFORT
     assert not list(Path("/sys/fs/cgroup").glob(f"*/dsec-*/{best.id}")), "what is left of it is found in the groups of its class"
     await client.close()
+
+
+def launcher_arguments(node: Node) -> list[str]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_text(errors="replace").split("\0") if path.exists() else []
+        if "launcher" in words[:2] and str(node.run) in words and Path(path.parent / "stat").read_text().split()[3] == str(node.pid):
+            return words
+    raise AssertionError("the node has no launcher")
 
 
 async def test_metrics_and_refusals(node: Node, client: DSecClient) -> None:
@@ -234,3 +246,32 @@ def test_without_cpu_idle(tmp_path: Path) -> None:
         assert best_used < 0.1 * latency_used, (best_used, latency_used)
         best.stop()
         latency.stop()
+
+
+def test_core_scheduling(tmp_path: Path) -> None:
+    """By a fake, on any kernel: an aether whose prctl keeps the cookies in a file (native/tests/fake_core.c)."""
+    subprocess.run(["make", "-s", "-C", str(ROOT / "native"), "build/tests/aether-core"], check=True)
+    table = tmp_path / "cores"
+    table.write_bytes(bytes(24 + 256 * 16))
+
+    def cookies() -> dict[int, int]:
+        data = table.read_bytes()
+        return dict(struct.iter_unpack("<qQ", data[24 : 24 + 16 * struct.unpack_from("<i", data, 4)[0]]))
+
+    with driver(binary=ROOT / "native/build/tests/aether-core", env={"FAKE_CORES": str(table)}) as native:
+        boxes = [native.create(cpu_class=name) for name in (0, 1, 0, 1)]
+        of = [cookies()[box.pid] for box in boxes]
+        assert of[0] == of[2] and of[1] == of[3] and len({0, *of}) == 3
+        assert native.process is not None
+        first = native.process.pid
+        assert cookies()[first] == 0, "the launcher is of no class"
+        holders = [pid for pid, name in children(first).items() if name == "core"]
+        assert {cookies()[pid] for pid in holders} == set(of)
+        native.close()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in holders))
+
+        native.start(boxes[0].pid, "--core", f"{boxes[2].pid},{boxes[1].pid}")
+        again = [native.create(cpu_class=name) for name in (0, 1)]
+        assert [cookies()[box.pid] for box in again] == of[:2], "those that live and those that come share cores"
+        for box in (*boxes, *again):
+            box.stop()
