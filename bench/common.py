@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,8 +212,9 @@ class Node:
 
 
 @contextlib.contextmanager
-def node(medium_mb: int = 8192, bases: bool = False) -> Iterator[Node]:
-    """Start a node in a directory of its own; end it and remove everything of it afterwards. `bases`: with the layers of `make setup`."""
+def node(medium_mb: int = 8192, bases: bool = False, extra: Mapping[str, str] | None = None) -> Iterator[Node]:
+    """Start a node in a directory of its own; end it and remove everything of it afterwards. `bases`: with the layers of `make setup`;
+    `extra`: settings."""
     # every parent is open to all: crun's and podman's root is nobody outside
     home = Path(f"/var/tmp/dsec-bench-{secrets.token_hex(3)}")
     run = Path(f"/dev/shm/dsec-bench-{secrets.token_hex(3)}")  # memory, as /run is where systemd runs
@@ -222,7 +223,7 @@ def node(medium_mb: int = 8192, bases: bool = False) -> Iterator[Node]:
         seed_layers(home / "state")
     settings = {
         "DSEC_STATE": str(home / "state"), "DSEC_RUN": str(run), "DSEC_LISTEN": "127.0.0.1:0", "DSEC_NODE_MEDIUM_SIZE_MB": str(medium_mb),
-        "DSEC_NODE_MEMORY_RESERVE_MB": "512",
+        "DSEC_NODE_MEMORY_RESERVE_MB": "512", "DSEC_MEMORY_SWAP": "off", **(extra or {}),
     }  # fmt: skip
     log = home / "log"
     with log.open("wb") as out:

@@ -38,6 +38,7 @@ struct aether {
   uint64_t now, real;                  // CLOCK_MONOTONIC, CLOCK_REALTIME of this turn of the loop
   uint64_t armed;                      // when the timer fires, NEVER: it is off
   uint64_t deadline_real, idle_ns;     // the lease; 0: never
+  uint64_t auto_pause_ns;              // idle for so long, it is paused; 0: never
   uint64_t touched;                    // last activity, CLOCK_MONOTONIC
   uint64_t oom_kills, oom_at, pids_hits; // counters as last read; when an OOM kill was last noticed
   int running, helpers, conns;         // commands with a live process or in a session's queue; file helpers; connections
@@ -59,6 +60,9 @@ void init_died(void) __attribute__((noreturn));
 int init_dying(void);                                // PID 1 is on its way out, and everything inside with it
 int set_blocking(int fd, int blocking);
 void event(const char *name, const char *command, const char *message);
+void event_bytes(const char *name, const char *message, uint64_t bytes);
+void idle_again(void);                               // it may be idle from now on
+uint64_t idle_for(void);                             // since when nobody wants anything of it, ns
 void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint32_t request) __attribute__((noreturn));
 
 // conn.c -----------------------------------------------------------------------------------------------------------------------------
@@ -116,17 +120,17 @@ void request_handle(struct conn *c, uint8_t type, uint32_t request, const uint8_
 
 struct request {                       // decoded fields of one request; text points into its payload
   uint32_t id;
-  const char *command, *shell, *session, *cwd, *user, *name, *cause;
+  const char *command, *shell, *session, *cwd, *user, *name, *cause, *reason;
   const char **argv, **env;            // NULL terminated
   size_t argc, envc;
-  uint64_t flags, rows, cols, timeout_ns, signal, scope, stream, offset, offset_err, length, follow, deadline_ns, idle_ns;
+  uint64_t flags, rows, cols, timeout_ns, signal, scope, stream, offset, offset_err, length, follow, deadline_ns, idle_ns, auto_pause_ns;
   uint64_t log_head, log_tail, major, minor;
   const uint8_t *bytes;
   size_t nbytes;
   uint64_t present;                    // bit of each optional integer, see request.c
   uint64_t definition;                 // hash of the payload
 };
-enum { HAS_TIMEOUT = 1, HAS_FOLLOW = 2, HAS_DEADLINE = 4, HAS_IDLE = 8, HAS_BYTES = 16, HAS_HEAD = 32, HAS_TAIL = 64 };
+enum { HAS_TIMEOUT = 1, HAS_FOLLOW = 2, HAS_DEADLINE = 4, HAS_IDLE = 8, HAS_BYTES = 16, HAS_HEAD = 32, HAS_TAIL = 64, HAS_AUTO_PAUSE = 128 };
 
 // command.c --------------------------------------------------------------------------------------------------------------------------
 enum command_state { C_QUEUED, C_RUNNING, C_DRAINING, C_ENDED };
@@ -222,6 +226,7 @@ int session_at(size_t i, const char **name, int *busy);    // listing; 0: no mor
 int group_make(const char *name, struct fault *f);         // directory descriptor of a new group below the sandbox's
 void group_kill(const char *name);                         // "": the sandbox's own, with all below
 void group_signal(const char *name, int signal, const int32_t *except, size_t n); // every process but these (sorted)
+void group_each(const char *name, void (*fn)(int32_t pid, void *arg), void *arg); // every process
 size_t group_pids(const char *name, int32_t *pids, size_t cap); // sorted
 void tracers_kill(pid_t pid);                              // whoever inside traces it, and whoever traces them
 void group_drop(const char *name);                         // remove it, after this turn's replies or when it is empty
@@ -236,11 +241,23 @@ void snapshots_end(void);
 int snapshot_under_way(void);
 
 // pause.c ----------------------------------------------------------------------------------------------------------------------------
-void pause_start(struct conn *c, uint32_t request);
+#define REASON_ASKED "asked"          // why a sandbox was paused or gave memory back
+#define REASON_IDLE "idle"            // for so long as it was told
+#define REASON_PRESSURE "pressure"    // the host is short of memory
+void pause_start(struct conn *c, const struct request *r);
+uint64_t pause_idle(const char *reason);                   // NEVER: it is under way; else when to try again
 void pause_end(void);                                      // nothing when it is not paused
 void pause_forget(const struct conn *c);
-void pause_killed(void);                                   // the sandbox is dead
 uint64_t pause_tick(void);
+const char *pause_reason(void);
+
+// reclaim.c --------------------------------------------------------------------------------------------------------------------------
+int reclaim_start(const char *reason);                     // 0: under way
+void reclaim_stop(void);                                   // somebody wants the sandbox
+void reclaim_bring(void);                                  // it runs on: what is out comes back, ahead of who touches it
+void reclaim_end(void);                                    // the sandbox is dead
+void reclaim_request(struct conn *c, const struct request *r);
+void reclaim_forget(const struct conn *c);
 
 // helper.c ---------------------------------------------------------------------------------------------------------------------------
 void helper_start(struct conn *c, uint32_t request, const uint8_t *payload, size_t size);

@@ -227,6 +227,14 @@ void cgroup_reclaim(struct sandbox *s) {
   }
 }
 
+// v1 counts what is swapped out against the same limit. v2 counts it apart: a sandbox that runs may not have it instead of memory.
+void cgroup_swap(struct sandbox *s, int on) {
+  char text[32];
+  if (s->box->v1[CG_MEMORY] >= 0 || !s->spec.memory_bytes) return;
+  snprintf(text, sizeof text, "%llu", on ? (unsigned long long)s->spec.memory_bytes : 0ull);
+  write_at(s->cgroup_fd, "memory.swap.max", text);
+}
+
 void cgroup_kill(int v2) { write_at(v2, "cgroup.kill", "1"); }
 
 static void remove_children(int dir) {
@@ -293,6 +301,8 @@ void cgroup_usage(struct sandbox *s, struct usage *u) {
   int m = s->box->v1[CG_MEMORY], p = s->box->v1[CG_PIDS];
   read_u64(m >= 0 ? m : s->cgroup_fd, m >= 0 ? "memory.usage_in_bytes" : "memory.current", &u->memory);
   read_u64(m >= 0 ? m : s->cgroup_fd, m >= 0 ? "memory.max_usage_in_bytes" : "memory.peak", &u->memory_peak);
+  if (m < 0) read_u64(s->cgroup_fd, "memory.swap.current", &u->swap);
+  else if (!read_u64(m, "memory.memsw.usage_in_bytes", &u->swap)) u->swap = u->swap > u->memory ? u->swap - u->memory : 0;
   if (!read_key(s->cgroup_fd, "cpu.stat", "usage_usec", &u->cpu_ns)) u->cpu_ns *= 1000;
   read_u64(p >= 0 ? p : s->cgroup_fd, "pids.current", &u->pids);
   u->oom_kills = sandbox_oom_kills(s);

@@ -299,7 +299,7 @@ void command_finish(struct command *cmd) {
   else cmd->saved = 1;
   A.running--;
   touch();
-  if (A.idle_ns) timer_want(A.now + A.idle_ns);
+  idle_again();
   subs_wake(cmd);
   if (cmd->session) session_done(cmd); // which keeps it until its next command, for what comes between
   else if (!pipes_open(cmd)) command_settle(cmd);

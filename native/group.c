@@ -64,7 +64,7 @@ static void walk(int dir, int depth, void (*fn)(int32_t pid, void *arg), void *a
   closedir(d);
 }
 
-static void walk_group(const char *name, void (*fn)(int32_t, void *), void *arg) {
+void group_each(const char *name, void (*fn)(int32_t, void *), void *arg) {
   int dir = openat(A.s->cgroup_fd, *name ? name : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (dir < 0) return;
   walk(dir, DEPTH, fn, arg);
@@ -85,7 +85,7 @@ static void hit_one(int32_t pid, void *arg) {
 
 void group_signal(const char *name, int signal, const int32_t *except, size_t n) {
   struct hit h = {signal, except, n};
-  walk_group(name, hit_one, &h);
+  group_each(name, hit_one, &h);
 }
 
 struct list { int32_t *pids; size_t n, cap; };
@@ -97,7 +97,7 @@ static void list_one(int32_t pid, void *arg) {
 
 size_t group_pids(const char *name, int32_t *pids, size_t cap) {
   struct list l = {pids, 0, cap};
-  walk_group(name, list_one, &l);
+  group_each(name, list_one, &l);
   qsort(pids, l.n, sizeof *pids, by_pid);
   return l.n;
 }

@@ -22,7 +22,7 @@ static void on_helper(struct source *src, uint32_t events) {
     if (*p == h) { *p = h->next; break; }
   A.helpers--;
   touch();
-  if (A.idle_ns) timer_want(A.now + A.idle_ns);
+  idle_again();
   loop_free(h);
 }
 

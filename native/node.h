@@ -54,6 +54,7 @@ int cgroup_limit(struct sandbox *s, struct fault *f);                 // the v1 
 int cgroup_join(const struct spec *spec, struct fault *f);            // from a process that has only the node's descriptors
 int class_take(const struct spec *spec, struct fault *f);             // SCHED_IDLE, where groups cannot make best effort yield
 void cgroup_reclaim(struct sandbox *s);                               // gives back what it can; may take long
+void cgroup_swap(struct sandbox *s, int on);                          // v2: whether its pages may go out now
 void cgroup_kill(int v2);
 int cgroup_remove(const char *id);                                    // kills what is left in them, then removes; 0, or -1 and errno
 void cgroup_usage(struct sandbox *s, struct usage *u);

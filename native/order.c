@@ -56,6 +56,8 @@ static int one(struct order *o, uint8_t type, const struct item *i) {
     case T_LOG_BUDGET: return field_u64(i, &c->log_budget);
     case T_DEADLINE_NS: return field_u64(i, &c->deadline_ns);
     case T_IDLE_NS: return field_u64(i, &c->idle_ns);
+    case T_AUTO_PAUSE_NS: return field_u64(i, &c->auto_pause_ns);
+    case T_RECLAIM_NS: return field_u64(i, &c->reclaim_ns);
     default: return -1;
   }
 }

@@ -15,7 +15,8 @@ static const uint16_t none[] = {0}, hello[] = {T_VERSION_MAJOR, T_VERSION_MINOR,
             T_LOG_TAIL, 0},
   attach[] = {T_COMMAND, T_OFFSET, T_OFFSET_ERR, T_FOLLOW, 0}, log_range[] = {T_COMMAND, T_STREAM, T_OFFSET, T_LENGTH, 0},
   input[] = {T_COMMAND, T_BYTES, 0}, resize[] = {T_COMMAND, T_ROWS, T_COLS, 0}, sig[] = {T_COMMAND, T_SIGNAL, T_SCOPE, 0},
-  session[] = {T_NAME, T_CWD, T_ENV, T_USER, 0}, name[] = {T_NAME, 0}, lease[] = {T_DEADLINE_NS, T_IDLE_NS, 0}, stop[] = {T_CAUSE, T_MESSAGE, 0};
+  session[] = {T_NAME, T_CWD, T_ENV, T_USER, 0}, name[] = {T_NAME, 0}, lease[] = {T_DEADLINE_NS, T_IDLE_NS, T_AUTO_PAUSE_NS, 0}, stop[] = {T_CAUSE, T_MESSAGE, T_REASON, 0},
+  memory[] = {T_IDLE_NS, T_REASON, 0};
 
 static const uint16_t *allowed(uint8_t type) {
   switch (type) {
@@ -31,7 +32,8 @@ static const uint16_t *allowed(uint8_t type) {
     case F_SESSION_CLOSE: case F_SNAPSHOT: return name;
     case F_LEASE: return lease;
     case F_STOP: return stop;
-    case F_SUBSCRIBE: case F_LIST: case F_STAT: case F_SESSION_LIST: case F_PAUSE: case F_RESUME: return none;
+    case F_SUBSCRIBE: case F_LIST: case F_STAT: case F_SESSION_LIST: case F_RESUME: return none;
+    case F_PAUSE: case F_RECLAIM: return memory;
     default: return NULL;
   }
 }
@@ -49,6 +51,7 @@ static int take(struct request *r, const struct item *it) {
     case T_USER: return text(it, &r->user);
     case T_NAME: return text(it, &r->name);
     case T_CAUSE: return text(it, &r->cause);
+    case T_REASON: return text(it, &r->reason);
     case T_MESSAGE: return field_text(it, &s);
     case T_ARG:
       if (r->argc == MAX_ARGS || field_text(it, &s)) return -1;
@@ -79,6 +82,7 @@ static int take(struct request *r, const struct item *it) {
     case T_TIMEOUT_NS: return number(it, &r->timeout_ns, &r->present, HAS_TIMEOUT);
     case T_DEADLINE_NS: return number(it, &r->deadline_ns, &r->present, HAS_DEADLINE);
     case T_IDLE_NS: return number(it, &r->idle_ns, &r->present, HAS_IDLE);
+    case T_AUTO_PAUSE_NS: return number(it, &r->auto_pause_ns, &r->present, HAS_AUTO_PAUSE);
     case T_LOG_HEAD: return number(it, &r->log_head, &r->present, HAS_HEAD);
     case T_LOG_TAIL: return number(it, &r->log_tail, &r->present, HAS_TAIL);
     default: return -1;
@@ -135,6 +139,7 @@ static void say_hello(struct conn *c, struct request *r) {
   frame_u64(&b, T_VERSION_MINOR, WIRE_MINOR);
   frame_text(&b, T_ID, A.s->spec.id);
   frame_text(&b, T_STATE, A.paused ? "paused" : "running");
+  if (A.paused) frame_text(&b, T_REASON, pause_reason());
   frame_u64(&b, T_INIT_PID, (uint64_t)A.s->init);
   conn_reply(c, &b);
 }
@@ -147,6 +152,7 @@ static void status(struct conn *c, struct request *r) {
   struct buf b = reply_buf();
   frame_begin(&b, F_STATUS, 0, r->id);
   frame_u64(&b, T_MEMORY_USED, u.memory);
+  frame_u64(&b, T_SWAP_USED, u.swap);
   frame_u64(&b, T_MEMORY_PEAK, u.memory_peak);
   frame_u64(&b, T_CPU_USED_NS, u.cpu_ns);
   frame_u64(&b, T_PIDS_USED, u.pids);
@@ -157,6 +163,7 @@ static void status(struct conn *c, struct request *r) {
   frame_u64(&b, T_IDLE_SINCE_NS, A.real - (A.now - A.touched));
   frame_u64(&b, T_DEADLINE_NS, A.deadline_real);
   frame_u64(&b, T_IDLE_NS, A.idle_ns);
+  frame_u64(&b, T_AUTO_PAUSE_NS, A.auto_pause_ns);
   frame_u64(&b, T_COMMANDS_RUNNING, (uint64_t)A.running);
   frame_u64(&b, T_LOG_USED, log_used());
   conn_reply(c, &b);
@@ -165,6 +172,7 @@ static void status(struct conn *c, struct request *r) {
 static void set_lease(struct conn *c, struct request *r) {
   if (r->present & HAS_DEADLINE) A.deadline_real = r->deadline_ns;
   if (r->present & HAS_IDLE) A.idle_ns = r->idle_ns;
+  if (r->present & HAS_AUTO_PAUSE) A.auto_pause_ns = r->auto_pause_ns;
   timer_want(A.now);
   conn_ok(c, r->id);
 }
@@ -181,7 +189,7 @@ static void stop_now(struct conn *c, struct request *r) {
   const char **cause = causes;
   while (*cause && r->cause && strcmp(*cause, r->cause)) cause++;
   if (!*cause) { conn_error(c, r->id, "invalid_request", 0, "STOP: unknown cause %.40s", r->cause); return; }
-  sandbox_end(*cause, "asked to stop", c, r->id);
+  sandbox_end(*cause, r->reason ? r->reason : "asked to stop", c, r->id);
 }
 
 // about a command ---------------------------------------------------------------------------------------------------------------------
@@ -257,6 +265,11 @@ static int needs_it_running(uint8_t type) {
   }
 }
 
+// Looking at a sandbox does not keep it alive: the edge does it all the time. Nor does what the edge does to idle ones.
+static int only_looks(uint8_t type, const struct request *r) {
+  return type == F_HELLO || type == F_SUBSCRIBE || type == F_STAT || type == F_RECLAIM || (type == F_PAUSE && r->present & HAS_IDLE);
+}
+
 // ------------------------------------------------------------------------------------------------------------------------------------
 
 void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *payload, size_t size) {
@@ -264,6 +277,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
   if (type == F_FILE) {
     if (c->subs || c->subscribed) { conn_error(c, id, "invalid_request", 0, "FILE needs a connection of its own"); return; }
     pause_end();
+    reclaim_stop();
     if (conn_full(c)) { c->held = 1; return; }           // the helper must not write into the middle of a frame of ours
     touch();
     helper_start(c, id, payload, size);
@@ -275,9 +289,8 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
   int bad = decode(&r, tags, payload, size);
   if (bad == 0x10000) { conn_error(c, id, "wire_field", 0, "the fields of a request of type %d do not parse", type); return; }
   if (bad) { conn_error(c, id, "wire_field", 0, "field %d is unknown to a request of type %d, repeated or malformed", bad, type); return; }
-  // looking at a sandbox does not keep it alive: the edge does it all the time
-  if (type != F_HELLO && type != F_SUBSCRIBE && type != F_STAT) touch();
-  if (needs_it_running(type)) pause_end();
+  if (!only_looks(type, &r)) { touch(); idle_again(); }
+  if (needs_it_running(type)) { pause_end(); reclaim_stop(); }
   switch (type) {
     case F_HELLO: say_hello(c, &r); break;
     case F_SUBSCRIBE: subscribe(c, &r); break;
@@ -290,7 +303,8 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     case F_LEASE: set_lease(c, &r); break;
     case F_STOP: stop_now(c, &r); break;
     case F_SNAPSHOT: snapshot_start(c, &r); break;
-    case F_PAUSE: pause_start(c, id); break;
+    case F_PAUSE: pause_start(c, &r); break;
+    case F_RECLAIM: reclaim_request(c, &r); break;
     case F_RESUME: conn_ok(c, id); break;
     default: about_command(c, type, &r);
   }

@@ -21,6 +21,7 @@ struct spec {                          // decoded CREATE; strings point into the
   uint64_t memory_bytes, disk_bytes, shm_bytes;
   uint64_t log_head, log_tail, log_budget;
   uint64_t deadline_ns, idle_ns;       // CLOCK_REALTIME; 0: never
+  uint64_t auto_pause_ns, reclaim_ns;  // idle for so long: it is paused, gives memory back; 0: never
 };
 
 struct file_id { uint64_t dev, ino, size, ctime_ns; }; // overlayfs keeps the inode number over a copy-up: the change time tells
@@ -38,7 +39,7 @@ struct sandbox {
   struct box *box;                     // what only sandbox.c and enter.c need
 };
 
-struct usage { uint64_t memory, memory_peak, cpu_ns, pids, disk, oom_kills, pids_hits; };
+struct usage { uint64_t memory, swap, memory_peak, cpu_ns, pids, disk, oom_kills, pids_hits; };
 
 struct fault { const char *code; int err; char message[200]; }; // stable code of an error reply, errno, text that names the thing
 

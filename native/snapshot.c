@@ -46,7 +46,7 @@ static void drop(struct snapshot *n) {
   *p = n->next;
   A.helpers--;
   touch();
-  if (A.idle_ns) timer_want(A.now + A.idle_ns);
+  idle_again();
   loop_free(n);
   if (snapshots) begin(snapshots);
 }

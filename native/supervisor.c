@@ -23,6 +23,7 @@ static int wake_write = -1;
 static volatile sig_atomic_t stop_signal;
 static void **garbage;
 static size_t garbage_n, garbage_cap;
+static uint64_t reclaimed_at;          // A.touched when an idle sandbox's memory was last given back
 
 // the loop --------------------------------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ void timer_want(uint64_t when) {
 
 // the sandbox's own events -----------------------------------------------------------------------------------------------------------
 
-void event(const char *name, const char *command, const char *message) {
+static void tell(const char *name, const char *command, const char *message, const uint64_t *bytes) {
   for (struct conn *c = conns, *next; c; c = next) {
     next = c->next;
     if (!c->subscribed) continue;
@@ -98,9 +99,14 @@ void event(const char *name, const char *command, const char *message) {
     if (message) frame_text(&b, T_MESSAGE, message);
     frame_text(&b, T_HEALTH, A.damaged ? "damaged" : "ok");
     frame_u64(&b, T_OOM_KILLS, A.oom_kills);
+    if (bytes) frame_u64(&b, T_BYTES, *bytes);
     conn_reply(c, &b);
   }
 }
+
+void event(const char *name, const char *command, const char *message) { tell(name, command, message, NULL); }
+
+void event_bytes(const char *name, const char *message, uint64_t bytes) { tell(name, NULL, message, &bytes); }
 
 void counters_read(void) {
   uint64_t kills = sandbox_oom_kills(A.s), hits = sandbox_pids_hits(A.s);
@@ -155,6 +161,18 @@ static int attached(void) {
   return 0;
 }
 
+void idle_again(void) {
+  uint64_t first = NEVER, waits[] = {A.idle_ns, A.auto_pause_ns, A.s->spec.reclaim_ns};
+  for (size_t i = 0; i < sizeof waits / sizeof *waits; i++)
+    if (waits[i] && waits[i] < first) first = waits[i];
+  if (first != NEVER) timer_want(A.now + first);
+}
+
+uint64_t idle_for(void) {
+  if (A.running || A.helpers || attached()) touch();
+  return A.now - A.touched;
+}
+
 // Ends the sandbox when its time is up, else says when to look again.
 static uint64_t lease_tick(void) {
   uint64_t next = NEVER;
@@ -164,8 +182,7 @@ static uint64_t lease_tick(void) {
     next = A.now + (left < LEASE_LOOK_NS ? left : LEASE_LOOK_NS);
   }
   if (A.idle_ns) {
-    if (A.running || A.helpers || attached()) touch();
-    if (A.now - A.touched >= A.idle_ns) sandbox_end("expired", "the sandbox was idle for its idle timeout", NULL, 0);
+    if (idle_for() >= A.idle_ns) sandbox_end("expired", "the sandbox was idle for its idle timeout", NULL, 0);
     uint64_t at = A.touched + A.idle_ns;
     if (at < next) next = at;
   }
@@ -174,6 +191,18 @@ static uint64_t lease_tick(void) {
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
+// An idle sandbox gives its memory back, then stands still; each once, until somebody wants something of it again.
+static uint64_t idle_tick(void) {
+  uint64_t reclaim = A.s->spec.reclaim_ns, pause = A.auto_pause_ns, next = NEVER;
+  if (A.paused || !(reclaim | pause)) return NEVER;
+  uint64_t idle = idle_for();
+  if (reclaim && idle < reclaim) next = A.touched + reclaim;
+  else if (reclaim && reclaimed_at != A.touched && !reclaim_start(REASON_IDLE)) reclaimed_at = A.touched;
+  if (pause && idle < pause) next = least(next, A.touched + pause);
+  else if (pause) next = least(next, pause_idle(REASON_IDLE));
+  return next;
+}
+
 static void tick(void) {
   uint64_t next = commands_tick();
   next = least(next, sessions_tick());
@@ -181,6 +210,7 @@ static void tick(void) {
   next = least(next, pause_tick());
   if (groups_sweep() | starts_reap()) next = least(next, A.now + 1000 * MS);
   next = least(next, lease_tick());
+  next = least(next, idle_tick());
   if (next != NEVER) timer_want(next < A.now + MS ? A.now + MS : next);
 }
 
@@ -249,7 +279,7 @@ void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint
   sessions_end();
   helpers_end();
   snapshots_end();
-  pause_killed();
+  reclaim_end();
   counters_read();
   write_end(cause, detail);            // while PID 1 dies
   sandbox_kill(A.s);
@@ -304,7 +334,8 @@ static void watch(struct source *src, int fd, void (*on)(struct source *, uint32
 }
 
 static void setup(struct sandbox *s) {
-  A = (struct aether){.s = s, .epoll = -1, .state_dir = -1, .armed = NEVER, .deadline_real = s->spec.deadline_ns, .idle_ns = s->spec.idle_ns};
+  A = (struct aether){.s = s, .epoll = -1, .state_dir = -1, .armed = NEVER, .deadline_real = s->spec.deadline_ns, .idle_ns = s->spec.idle_ns,
+                      .auto_pause_ns = s->spec.auto_pause_ns};
   struct rlimit files;
   if (!getrlimit(RLIMIT_NOFILE, &files) && files.rlim_cur < files.rlim_max) {
     files.rlim_cur = files.rlim_max;

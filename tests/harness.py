@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 
 from dsec.images.service import Images
+from dsec.linux import swap
 from libdsec import DSecClient
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +70,7 @@ class Node:
         return {
             "DSEC_STATE": str(self.state), "DSEC_RUN": str(self.run), "DSEC_LISTEN": f"127.0.0.1:{self.port}",
             "DSEC_NODE_MEDIUM_SIZE_MB": str(self.medium_mb), "DSEC_NODE_MEMORY_RESERVE_MB": "512",
+            "DSEC_MEMORY_SWAP": "off",  # it is the whole machine's: who tests it asks for it
         }  # fmt: skip
 
     def start(self, env: dict[str, str] | None = None, timeout: float = 60.0, *, wire: tuple[int, int] | None = None) -> None:
@@ -136,6 +138,7 @@ class Node:
             left += [f"mount {line}" for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(self.home) in line]
             left += [f"process {pid} {what}" for pid, what in _processes_naming(str(self.home))]
             left += [f"loop device {line}" for line in _loop_devices(self.home)]
+            left += [f"swap {area.path}" for area in swap.active() if str(self.home) in area.path]
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.1)

@@ -28,6 +28,7 @@ class Snapshot:
     processes: set[tuple[int, str]] = field(default_factory=set)
     namespaces: set[str] = field(default_factory=set)
     loops: set[str] = field(default_factory=set)
+    swaps: set[str] = field(default_factory=set)
     files: set[str] = field(default_factory=set)
 
 
@@ -57,6 +58,7 @@ class Leaks:
                 found.append(f"process: {pid} {_command(pid)}")
                 found += [f"namespace: {n} of {pid}" for n in _namespaces(pid) if n not in before.namespaces]
         found += [f"loop device: {x}" for x in sorted(now.loops - before.loops)]
+        found += [f"swap: {s}" for s in sorted(now.swaps - before.swaps)]
         found += [f"file: {f}" for f in sorted(now.files - before.files)]
         return found
 
@@ -99,6 +101,7 @@ class Leaks:
             name = _read(str(backing)).decode(errors="replace").strip()
             if str(self.home) in name:
                 snapshot.loops.add(f"/dev/{backing.parts[3]} {name}")
+        snapshot.swaps.update(line for line in _read("/proc/swaps").decode(errors="replace").splitlines()[1:] if str(self.home) in line)
         for where in ("/dev/shm", "/run", "/var/lib"):
             snapshot.files.update(str(p) for p in Path(where).glob("*dsec*"))
         if self.home.is_dir():
@@ -115,7 +118,7 @@ def _special(home: Path) -> Iterator[Path]:
                 kind = path.lstat().st_mode >> 12
             except OSError:
                 continue
-            if kind in (0o1, 0o2, 0o6, 0o14) or name in ("medium.btrfs", "journal.jsonl"):
+            if kind in (0o1, 0o2, 0o6, 0o14) or name in ("medium.btrfs", "journal.jsonl", "swap", "zram.json"):
                 yield path
         directories[:] = [d for d in directories if not (Path(top) / d).is_symlink()]
 

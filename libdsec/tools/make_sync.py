@@ -66,6 +66,7 @@ from libdsec.result import Event, ExecResult
 from libdsec.sources import Source
 from libdsec.stream import Callback
 from libdsec.tars import Links, Names
+from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     CommandInfo,
     CpuClass,
@@ -74,7 +75,6 @@ from libdsec.wire import (
     GcResult,
     LayerInfo,
     Limits,
-    NodeInfo,
     PackResult,
     PushResult,
     SandboxInfo,

@@ -72,6 +72,16 @@ class SandboxConfig(_Section, frozen=True):
     log_budget_mb: Positive = 64  # all logs of one sandbox together
     max_lifetime: NotNegative = 0  # seconds; 0: never
     idle_timeout: NotNegative = 0  # seconds; 0: never
+    auto_pause: NotNegative = 0  # seconds idle, then it is paused; 0: never
+
+
+class MemoryConfig(_Section, frozen=True):
+    """Memory of sandboxes that wait."""
+
+    swap: Literal["auto", "file", "zram", "off"] = "auto"  # auto: a file STATE/swap where the machine has no swap
+    swap_mb: NotNegative = 0  # its size; 0: the machine's memory, at most a quarter of the free disk
+    pressure: Literal["off", "reclaim", "pause", "evict"] = "evict"  # how far to go when the host is short of memory
+    reclaim_after: NotNegative = 60  # seconds idle, then a sandbox's memory goes back to the host; 0: never
 
 
 class RemoteConfig(_Section, frozen=True):
@@ -99,6 +109,7 @@ class Config(_Section, frozen=True):
     log: LogConfig = msgspec.field(default_factory=LogConfig)
     node: NodeConfig = msgspec.field(default_factory=NodeConfig)
     sandbox: SandboxConfig = msgspec.field(default_factory=SandboxConfig)
+    memory: MemoryConfig = msgspec.field(default_factory=MemoryConfig)
     remote: RemoteConfig = msgspec.field(default_factory=RemoteConfig)
 
     @property

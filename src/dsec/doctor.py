@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dsec.guard import seccomp
-from dsec.linux import calls, facts, probes
+from dsec.linux import calls, facts, probes, swap
 from dsec.linux.tools import PACKAGES, Tools, mkfs_erofs_features, version
 
 FATAL, WARNING, INFO = "fatal", "warning", "info"
@@ -357,6 +357,15 @@ def _room(state: Path) -> Iterator[Check]:
         WARNING,
         f"{available >> 20} MiB available",
         "" if available >= 1 << 30 else "free some: a sandbox takes about 1 MiB and what its commands use",
+    )
+    areas = swap.active()
+    kinds = [*(["a file"] if not areas else []), *(["zram"] if swap.has_zram() else [])]
+    yield Check(
+        "swap",
+        True,
+        INFO,
+        ", ".join(f"{area.path}: {area.used >> 20} of {area.size >> 20} MiB used" for area in areas)
+        or f"none; the node can make {' or '.join(kinds)}",
     )
     at = _existing(state)
     free = shutil.disk_usage(at).free

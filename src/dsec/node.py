@@ -98,7 +98,7 @@ async def run(config: Config) -> None:
 
 def edge_config(config: Config) -> EdgeConfig:
     """What the edge is told."""
-    node, sandbox = config.node, config.sandbox
+    node, sandbox, memory = config.node, config.sandbox, config.memory
     try:
         aether = find_aether()
     except FileNotFoundError as error:
@@ -127,6 +127,11 @@ def edge_config(config: Config) -> EdgeConfig:
         log_budget=sandbox.log_budget_mb * MIB,
         max_lifetime=sandbox.max_lifetime or None,
         idle_timeout=sandbox.idle_timeout or None,
+        auto_pause=sandbox.auto_pause or None,
+        swap=memory.swap,
+        pressure=memory.pressure,
+        swap_bytes=memory.swap_mb * MIB,
+        reclaim_after=memory.reclaim_after or None,
         fill_deadline=config.remote.deadline,
         fill_by=config.remote.method,
     )

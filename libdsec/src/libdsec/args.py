@@ -11,7 +11,7 @@ from libdsec.wire import CpuClass, Limits, SandboxSpec
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class DSecContainerRunArgs:
-    """A container to create. None: the node's default, except for the two lifetimes, where it means never.
+    """A container to create. None: the node's default, except for lifetimes, where it means never.
 
     `container_image` is an environment `name[:tag]`, a layer name or a digest `sha256:...`; or `layers` names layers, base first.
     """
@@ -22,6 +22,7 @@ class DSecContainerRunArgs:
     ttl_running_stop: float | None = 300  # idle timeout: seconds without a running command, an attached stream or a request; None: never
     network_rules: Mapping[str, bool] | None = None  # None: no network but loopback
     init_user: str | None = "root"  # None: the image's USER
+    auto_pause: float | None = None  # seconds idle, by the same measure, after which it is paused; None: never
     max_lifetime: float | None = None  # seconds after creation; None: never
     disk_mb: int | None = None
     pids: int | None = None
@@ -50,6 +51,7 @@ class DSecContainerRunArgs:
             disk=self.disk,
             max_lifetime=self.max_lifetime,
             idle_timeout=self.ttl_running_stop,
+            auto_pause=self.auto_pause,
             network_rules=_rules(self.network_rules),
             user=self.init_user,
             workdir=self.workdir,

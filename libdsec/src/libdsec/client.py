@@ -19,6 +19,7 @@ from libdsec.args import DSecContainerRunArgs, cpu_class_of
 from libdsec.errors import AtCapacity, DSecError, InvalidRequest, ResourceExhausted, Unsupported, from_body
 from libdsec.http import Transport
 from libdsec.images import Environments, Images, Layers, Snapshots
+from libdsec.nodes import NodeInfo
 from libdsec.sandbox import Sandbox
 from libdsec.wire import (
     API_VERSION,
@@ -27,7 +28,6 @@ from libdsec.wire import (
     BatchItem,
     BatchRequest,
     CpuClass,
-    NodeInfo,
     SandboxInfo,
     SandboxSpec,
     VersionInfo,
@@ -136,13 +136,14 @@ class DSecClient:
         cpu_class: CpuClass | str | None = None,
         max_lifetime: float | None = None,
         ttl_running_stop: float | None = 300,
+        auto_pause: float | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
         """Create a sandbox that begins with the files of a snapshot, with the limits, user, ENV and (when none is given) CPU class of the
         sandbox that it was taken of."""
         spec = SandboxSpec(
             snapshot=snapshot, name=name, labels=dict(labels or {}), env=dict(env or {}), max_lifetime=max_lifetime,
-            idle_timeout=ttl_running_stop, cpu_class=cpu_class_of(cpu_class),
+            idle_timeout=ttl_running_stop, auto_pause=auto_pause, cpu_class=cpu_class_of(cpu_class),
         )  # fmt: skip
         return await self._run(spec, timeout, idempotency_key, 0.0)
 

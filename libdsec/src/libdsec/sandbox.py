@@ -283,10 +283,14 @@ class Sandbox:
         return await self._api.call("GET", f"{self._path}/usage", Usage)
 
     async def set_lifetime(
-        self, *, max_lifetime: float | msgspec.UnsetType | None = _KEEP, idle_timeout: float | msgspec.UnsetType | None = _KEEP
+        self,
+        *,
+        max_lifetime: float | msgspec.UnsetType | None = _KEEP,
+        idle_timeout: float | msgspec.UnsetType | None = _KEEP,
+        auto_pause: float | msgspec.UnsetType | None = _KEEP,
     ) -> SandboxInfo:
         """Change its lifetimes: seconds from now, None for never. What is not given stays."""
-        body = LeaseRequest(max_lifetime=max_lifetime, idle_timeout=idle_timeout)
+        body = LeaseRequest(max_lifetime=max_lifetime, idle_timeout=idle_timeout, auto_pause=auto_pause)
         self.info = await self._api.call("PATCH", self._path, SandboxInfo, body=body, safe=True)
         return self.info
 
@@ -298,7 +302,7 @@ class Sandbox:
         return await self.set_lifetime(max_lifetime=seconds)
 
     async def pause(self) -> SandboxInfo:
-        """Let nothing inside run, and give its page cache back.
+        """Let nothing inside run, and give its memory back.
 
         Whatever needs it to run resumes it first; timeouts of commands stand still meanwhile.
         """

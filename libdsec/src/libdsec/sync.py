@@ -34,6 +34,7 @@ from libdsec.result import Event, ExecResult
 from libdsec.sources import Source
 from libdsec.stream import Callback
 from libdsec.tars import Links, Names
+from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     CommandInfo,
     CpuClass,
@@ -42,7 +43,6 @@ from libdsec.wire import (
     GcResult,
     LayerInfo,
     Limits,
-    NodeInfo,
     PackResult,
     PushResult,
     SandboxInfo,
@@ -417,16 +417,17 @@ class SyncSandbox(_Wrapper):
 
     def set_lifetime(
         self, *, max_lifetime: float | msgspec.UnsetType | None = _KEEP, idle_timeout: float | msgspec.UnsetType | None = _KEEP,
+        auto_pause: float | msgspec.UnsetType | None = _KEEP,
     ) -> SandboxInfo:
         """Change its lifetimes: seconds from now, None for never. What is not given stays."""
-        return self._portal.run(self._inner.set_lifetime(max_lifetime=max_lifetime, idle_timeout=idle_timeout))
+        return self._portal.run(self._inner.set_lifetime(max_lifetime=max_lifetime, idle_timeout=idle_timeout, auto_pause=auto_pause))
 
     def extend(self, seconds: float) -> SandboxInfo:
         """Let it live for at least `seconds` from now. A later deadline, or none, is kept."""
         return self._portal.run(self._inner.extend(seconds))
 
     def pause(self) -> SandboxInfo:
-        """Let nothing inside run, and give its page cache back.
+        """Let nothing inside run, and give its memory back.
 
         Whatever needs it to run resumes it first; timeouts of commands stand still meanwhile.
         """
@@ -701,11 +702,11 @@ class SyncDSecClient(_Wrapper):
     def restore(
         self, snapshot: str, timeout: float | None = 120, *, name: str | None = None, labels: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None, cpu_class: CpuClass | str | None = None, max_lifetime: float | None = None,
-        ttl_running_stop: float | None = 300, idempotency_key: str | None = None,
+        ttl_running_stop: float | None = 300, auto_pause: float | None = None, idempotency_key: str | None = None,
     ) -> SyncSandbox:
         """Create a sandbox that begins with the files of a snapshot, with the limits, user, ENV and (when none is given) CPU class of the
         sandbox that it was taken of."""
-        made: SyncSandbox = _wrap(self._portal, self._portal.run(self._inner.restore(snapshot, timeout, name=name, labels=labels, env=env, cpu_class=cpu_class, max_lifetime=max_lifetime, ttl_running_stop=ttl_running_stop, idempotency_key=idempotency_key)))
+        made: SyncSandbox = _wrap(self._portal, self._portal.run(self._inner.restore(snapshot, timeout, name=name, labels=labels, env=env, cpu_class=cpu_class, max_lifetime=max_lifetime, ttl_running_stop=ttl_running_stop, auto_pause=auto_pause, idempotency_key=idempotency_key)))
         return made
 
     def run_many(

@@ -102,6 +102,7 @@ class SandboxSpec(Model):
     disk: str = "default"  # "default": the node's quota medium; "memory": tmpfs, charged to the memory limit
     max_lifetime: float | None = None  # seconds after creation; None: never
     idle_timeout: float | None = None  # seconds without a running command, an attached stream or a request; None: never
+    auto_pause: float | None = None  # seconds idle, by the same measure, after which it is paused; None: never
     network_rules: dict[str, bool] = msgspec.field(default_factory=dict)  # empty: no network but loopback
     user: str | None = None  # None: the image's USER
     workdir: str | None = None
@@ -177,6 +178,8 @@ class SandboxInfo(Reply):
     warnings: list[str] = msgspec.field(default_factory=list)
     paused: bool = False  # nothing inside runs, until something is wanted of it
     cpu_class: CpuClass = CpuClass.LATENCY
+    pause_reason: str | None = None  # asked, idle (auto_pause), pressure (the node is short of memory)
+    auto_pause: float | None = None
 
 
 class BatchItem(Reply):
@@ -191,6 +194,7 @@ class LeaseRequest(Model):
 
     max_lifetime: float | msgspec.UnsetType | None = msgspec.UNSET  # seconds from now
     idle_timeout: float | msgspec.UnsetType | None = msgspec.UNSET
+    auto_pause: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ExecSpec(Model):
@@ -349,6 +353,7 @@ class Usage(Reply):
     pids_hits: int
     log_bytes: int
     commands_running: int
+    swap: int = 0  # bytes of it that are swapped out
 
 
 class LayerInfo(Reply):
@@ -531,18 +536,6 @@ class Progress(Reply):
     fraction: float | None = None
     result: dict[str, Any] | None = None
     error: ErrorBody | None = None
-
-
-class NodeInfo(Reply):
-    """What this node is and can do."""
-
-    version: str
-    edge: str
-    sandboxes: int
-    max_sandboxes: int
-    memory_available: int
-    capabilities: dict[str, dict[str, bool]]  # by backend
-    checks: list[dict[str, Any]]
 
 
 class VersionInfo(Reply):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dsec.apiserver import commands, files, layers, pages, sandboxes
 from dsec.apiserver.route import Param, Route
+from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     STREAM_TYPE,
     BatchItem,
@@ -25,7 +26,6 @@ from libdsec.wire import (
     LeaseRequest,
     MkdirRequest,
     MoveRequest,
-    NodeInfo,
     PackRequest,
     PackResult,
     PtySize,

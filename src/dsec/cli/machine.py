@@ -168,7 +168,10 @@ def uninstall(
     if not yes and not typer.confirm(f"Remove {' and '.join(map(str, mine))} with all sandboxes and layers?"):
         raise typer.Exit(1)
     down(quiet=True, state=state, run=run, config=config)
+    from dsec.edge.swap import remove as remove_swap
+
     _remove_cgroups(settings.state / "edge.json")
+    remove_swap(settings.state)  # of a node that was killed
     for path in mine:
         shutil.rmtree(path)
     settings.key_path.unlink(missing_ok=True)

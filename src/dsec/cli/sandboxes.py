@@ -35,6 +35,7 @@ def run(
     disk: Annotated[int | None, typer.Option(metavar="MB", help="Limit of the writable layer.")] = None,
     pids: Annotated[int | None, typer.Option(help="Process limit.")] = None,
     idle: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="Stop when idle for so long.")] = None,
+    auto_pause: Annotated[float | None, typer.Option(metavar="SECONDS", help="Pause when idle for so long.")] = None,
     max_lifetime: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop so long after creation.  [default: never]")] = None,
     user: Annotated[str | None, typer.Option("-u", "--user", help="name, uid, or either with :group.  [default: the image's]")] = None,
     workdir: Annotated[str | None, typer.Option("-w", "--workdir")] = None,
@@ -45,8 +46,8 @@ def run(
 
     args = DSecContainerRunArgs(
         container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, disk_mb=disk, pids=pids, ttl_running_stop=idle, name=name,
-        cpu_class=cpu_class, max_lifetime=max_lifetime, init_user=user, workdir=workdir, env=common.pairs(env, "--env"),
-        labels=common.pairs(label, "--label"),
+        cpu_class=cpu_class, auto_pause=auto_pause, max_lifetime=max_lifetime, init_user=user, workdir=workdir,
+        env=common.pairs(env, "--env"), labels=common.pairs(label, "--label"),
     )  # fmt: skip
     if not detach and not argv:
         common.fail("invalid_request: no command; give one after `--`, or --detach", 2)
@@ -143,7 +144,8 @@ def ps(
 
 
 def _row(info: SandboxInfo) -> tuple[object, ...]:
-    state = f"{info.state.value} ({info.cause.value})" if info.cause else "paused" if info.paused else info.state.value
+    paused = f"paused ({info.pause_reason})" if info.paused else info.state.value
+    state = f"{info.state.value} ({info.cause.value})" if info.cause else paused
     labels = ",".join(f"{key}={value}" for key, value in info.labels.items())
     memory = common.size((info.limits.memory_mb or 0) << 20)
     image = info.image or f"{len(info.layers)} layers"

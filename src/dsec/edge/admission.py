@@ -13,6 +13,7 @@ from pathlib import Path
 from dsec.edge.backends.base import DiskUsage
 from dsec.edge.config import MIB, EdgeConfig
 from dsec.edge.cpu import CpuUse
+from dsec.linux.facts import free_on_cpus
 from libdsec.errors import AtCapacity, InvalidRequest
 from libdsec.wire import CpuClass, Limits
 
@@ -79,19 +80,21 @@ class Host:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._at = -1.0
+        self.readings = 0
         self._available = 0
         self._stall = 0.0
         self._tasks = 0
         self._pid_max = 0
         self._files = 0
 
-    def refresh(self) -> bool:
-        """Read again when the last reading is old; True then."""
+    def refresh(self, force: bool = False) -> None:
+        """Read again when the last reading is old."""
         now = time.monotonic()
-        if now - self._at < _FRESH:
-            return False
+        if not force and now - self._at < _FRESH:
+            return
         self._at = now
-        self._available = _meminfo(self._proc / "meminfo")
+        self.readings += 1
+        self._available = _meminfo(self._proc / "meminfo") + free_on_cpus(self._proc / "zoneinfo")
         self._stall = _stall(self._proc / "pressure" / "memory")
         self._tasks = int((self._proc / "loadavg").read_text().split()[3].split("/")[1])
         self._pid_max = min(
@@ -99,11 +102,10 @@ class Host:
             int((self._proc / "sys/kernel/threads-max").read_text()),
         )
         self._files = len(os.listdir("/proc/self/fd"))
-        return True
 
     @property
     def available(self) -> int:
-        """MemAvailable, bytes."""
+        """MemAvailable, and what is free on the lists of single CPUs. Bytes; swap is not in it."""
         return self._available
 
     @property
@@ -149,12 +151,14 @@ class Admission:
         self.host = host or Host()
         self.disk: DiskUsage | None = None
         self.cpu = CpuUse({})
+        self._reading = 0
         self._since = 0  # sandboxes admitted since the last reading
 
     def admit(self, live: int, limits: Limits, memory_disk: bool, cpu_class: CpuClass = CpuClass.LATENCY) -> list[str]:
         """Take one more beside `live` others, or raise AtCapacity with a time to retry after. Returns warnings."""
-        if self.host.refresh():
-            self._since = 0
+        self.host.refresh()
+        if self._reading != self.host.readings:
+            self._reading, self._since = self.host.readings, 0
         config, host = self._config, self.host
         warnings: list[str] = []
         if live >= config.max_sandboxes:

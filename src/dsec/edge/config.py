@@ -61,6 +61,12 @@ class EdgeConfig:
     shm_bytes: int = 64 * MIB  # of /dev/shm at least; else half of the memory limit, which it counts against
     max_lifetime: float | None = None
     idle_timeout: float | None = None
+    auto_pause: float | None = None
+    # memory
+    swap: str = "off"  # auto, file, zram, off
+    swap_bytes: int = 0  # 0: as much as the machine has memory, at most a quarter of the free disk
+    pressure: str = "off"  # how far to go when the host is short of memory: off, reclaim, pause, evict
+    reclaim_after: float | None = None  # a sandbox that is idle for so long gives its memory back
 
     def run_of(self, sandbox_id: str) -> str:
         """RUN/<id>. Text: paths of sandboxes are on the hot path."""

@@ -48,6 +48,7 @@ class Core:
         self.snapshots: dict[str, Snapshot] = {}
         self.passing: dict[str, Snapshot] = {}  # under way, and those of forks, which nobody else sees
         self.foreign_volumes: set[str] = set()  # of snapshots that a newer edge made
+        self.reclaimed = dict.fromkeys(self.counters.reclaimed, 0)  # bytes by reason
         self.closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -171,6 +172,7 @@ class Core:
         if control.hello is not None:
             sandbox.init_pid = control.hello.u64(wire.T_INIT_PID)
             sandbox.paused = control.hello.text(wire.T_STATE) == "paused"
+            sandbox.pause_reason = control.hello.text(wire.T_REASON) or None
         sandbox.control = control
         sandbox.state = State.RUNNING
 
@@ -183,6 +185,13 @@ class Core:
         name = fields.text(wire.T_EVENT)
         if name == "resumed":
             sandbox.paused = False
+        if name == "paused":
+            sandbox.paused, sandbox.pause_reason = True, fields.text(wire.T_MESSAGE) or None
+            if sandbox.pause_reason == "idle":
+                self.counters.paused.inc()
+        if name == "reclaimed" and (counter := self.counters.reclaimed.get(fields.text(wire.T_MESSAGE))) is not None:
+            counter.inc(fields.u64(wire.T_BYTES))
+            self.reclaimed[fields.text(wire.T_MESSAGE)] += fields.u64(wire.T_BYTES)
         if name == "oom":
             sandbox.oom_events += 1
             self.counters.ooms.inc()

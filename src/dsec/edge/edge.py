@@ -27,11 +27,14 @@ from dsec.edge.filesystem import Files
 from dsec.edge.lifecycle import PREFIX_LENGTH, SLOT_SIZE, Sandbox, Table, random_text
 from dsec.edge.packing import Packing
 from dsec.edge.pausing import Pausing
+from dsec.edge.pressure import Pressure
 from dsec.edge.recovery import Recovery
 from dsec.edge.snapshots import Snapshots
 from dsec.edge.specs import check_key, check_labels, check_lifetime, check_spec
 from dsec.edge.supervisor import ConnectionLost
+from dsec.edge.swap import Swap
 from libdsec.errors import DSecError, InvalidRequest, SandboxEnded, Unavailable, Unsupported
+from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     BatchItem,
     BatchRequest,
@@ -41,7 +44,6 @@ from libdsec.wire import (
     ForkRequest,
     LeaseRequest,
     Limits,
-    NodeInfo,
     SandboxInfo,
     SandboxSpec,
     State,
@@ -54,7 +56,7 @@ _STOP = {cause: wire.text(wire.T_CAUSE, cause.value) for cause in Cause}
 _LATER = ("fncall", "microvm", "vm")  # backends by name that this node does not have
 
 
-class Edge(Recovery, Snapshots, Packing, Pausing, Files):
+class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
     """One edge. `start` before anything else, `close` at the end."""
 
     def __init__(self, config: EdgeConfig, images: ImageResolver) -> None:
@@ -62,6 +64,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
         self._creating = asyncio.Semaphore(config.max_creating)
         self._sweeper: asyncio.Task[None] | None = None
         self._version = _version()
+        self.swap = Swap(config)
 
     # life of the edge -------------------------------------------------------------------------------------------------------------
 
@@ -86,12 +89,14 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
             self.load_snapshots()
             await self.recover(lines.load(config.journal))
             await self.look_at_disk()
+            await self.swap.open(bool(self.table.live()))
         except lines.JournalError as error:
             raise Unavailable(str(error)) from error
         except BaseException:
             await self.close(stop_sandboxes=False)
             raise
         self._sweeper = self.spawn(self.sweep(), "sweep")
+        self.spawn(self.relieve(), "relieve")
 
     def make_backends(self, prefix: str) -> dict[str, Backend]:
         """The backends of this node, by name."""
@@ -114,6 +119,8 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for backend in self.backends.values():
             await backend.close()
+        if not self.table.live():
+            await self.swap.close()
         self.journal.close()
 
     def metrics(self) -> bytes:
@@ -131,6 +138,8 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
             memory_available=self.admission.host.available,
             capabilities={name: dict(backend.capabilities) for name, backend in self.backends.items()},
             checks=[],
+            swap=self.swap.info(),
+            memory=self.memory_info(),
         )
 
     async def release_layer(self, digest: str) -> None:
@@ -221,6 +230,8 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
         memory_disk = spec.disk == "memory"
         if memory_disk:
             require(backend, "memory_disk", "disk=memory")
+        if spec.auto_pause is not None:
+            require(backend, "pause_memory", "auto_pause")
         source = None if spec.snapshot is None else self.source(spec.snapshot)
         if source is not None:
             require(backend, "snapshot", "a sandbox of a snapshot")
@@ -239,6 +250,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
         lifetime = spec.max_lifetime if spec.max_lifetime is not None else self.config.max_lifetime
         sandbox.deadline = None if lifetime is None else sandbox.created_at + lifetime
         sandbox.idle_timeout = spec.idle_timeout if spec.idle_timeout is not None else self.config.idle_timeout
+        sandbox.auto_pause = spec.auto_pause if spec.auto_pause is not None else self.config.auto_pause
         self.table.add(sandbox)
         return sandbox, backend
 
@@ -304,7 +316,9 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
             log_tail=output,
             log_budget=max(config.log_budget, 4 * output),
             deadline_ns=0 if sandbox.deadline is None else int(sandbox.deadline * 1e9),
-            idle_ns=0 if sandbox.idle_timeout is None else max(1, int(sandbox.idle_timeout * 1e9)),
+            idle_ns=_nanoseconds(sandbox.idle_timeout),
+            auto_pause_ns=_nanoseconds(sandbox.auto_pause),
+            reclaim_ns=_nanoseconds(config.reclaim_after),
             run_dir=sandbox.run_dir,
             state_dir=sandbox.state_dir,
         )
@@ -313,7 +327,8 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
         sandbox.create = lines.Create(
             v=lines.VERSION, id=sandbox.id, spec=sandbox.spec, limits=sandbox.limits, image=sandbox.image, layers=sandbox.layers,
             user=sandbox.user, workdir=sandbox.workdir, backend=sandbox.backend, slot=sandbox.slot, at=sandbox.created_at,
-            deadline=sandbox.deadline, idle=sandbox.idle_timeout, key=sandbox.key, warnings=sandbox.warnings, cpu_class=sandbox.cpu_class,
+            deadline=sandbox.deadline, idle=sandbox.idle_timeout, auto_pause=sandbox.auto_pause, key=sandbox.key, warnings=sandbox.warnings,
+            cpu_class=sandbox.cpu_class,
         )  # fmt: skip
         self.journal.write(sandbox.create)
         sandbox.journaled = True
@@ -420,7 +435,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
         """Change lifetimes: `max_lifetime` counts from now."""
         sandbox = self.live(sandbox_id)
         payload = b""
-        deadline, idle = sandbox.deadline, sandbox.idle_timeout
+        deadline, idle, auto_pause = sandbox.deadline, sandbox.idle_timeout, sandbox.auto_pause
         if request.max_lifetime is not UNSET:
             if request.max_lifetime is not None:
                 check_lifetime("max_lifetime", request.max_lifetime)
@@ -430,12 +445,20 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
             if request.idle_timeout is not None:
                 check_lifetime("idle_timeout", request.idle_timeout)
             idle = request.idle_timeout
-            payload += wire.u64(wire.T_IDLE_NS, 0 if idle is None else max(1, int(idle * 1e9)))
+            payload += wire.u64(wire.T_IDLE_NS, _nanoseconds(idle))
+        if request.auto_pause is not UNSET:
+            if request.auto_pause is not None:
+                check_lifetime("auto_pause", request.auto_pause)
+                require(self.backends[sandbox.backend], "pause_memory", f"a pause of sandbox {sandbox.id}")
+            auto_pause = request.auto_pause
+            payload += wire.u64(wire.T_AUTO_PAUSE_NS, _nanoseconds(auto_pause))
         if payload:
             await self.reach(sandbox)
-            self.journal.write(lines.Change(v=lines.VERSION, id=sandbox.id, labels=sandbox.labels, deadline=deadline, idle=idle))
+            change = sandbox.change()
+            change.deadline, change.idle, change.auto_pause = deadline, idle, auto_pause
+            self.journal.write(change)
             await self.call(sandbox, wire.F_LEASE, payload)
-            sandbox.deadline, sandbox.idle_timeout = deadline, idle
+            sandbox.deadline, sandbox.idle_timeout, sandbox.auto_pause = deadline, idle, auto_pause
         return sandbox.info()
 
     def set_labels(self, sandbox_id: str, labels: dict[str, str]) -> SandboxInfo:
@@ -447,6 +470,10 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Files):
         self.journal.write(change)
         sandbox.labels = labels
         return sandbox.info()
+
+
+def _nanoseconds(seconds: float | None) -> int:
+    return 0 if seconds is None else max(1, int(seconds * 1e9))
 
 
 def _or(asked: Limits, given: Limits) -> Limits:

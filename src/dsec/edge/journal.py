@@ -43,6 +43,7 @@ class Create(Line, tag="create"):
     at: float
     deadline: float | None = None
     idle: float | None = None
+    auto_pause: float | None = None
     key: str | None = None
     warnings: list[str] = msgspec.field(default_factory=list)
     cpu_class: CpuClass = CpuClass.LATENCY
@@ -61,6 +62,7 @@ class Change(Line, tag="change"):
     labels: dict[str, str]
     deadline: float | None = None
     idle: float | None = None
+    auto_pause: float | None = None
 
 
 class Ended(Line, tag="ended"):

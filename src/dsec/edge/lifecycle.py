@@ -33,6 +33,7 @@ class Sandbox:
     """A sandbox, from the moment its place is taken until its tombstone is removed."""
 
     __slots__ = (
+        "auto_pause",
         "backend",
         "cause",
         "control",
@@ -58,6 +59,7 @@ class Sandbox:
         "name",
         "noticed",
         "oom_events",
+        "pause_reason",
         "paused",
         "pid",
         "pinged",
@@ -103,6 +105,7 @@ class Sandbox:
         self.created_at = time.time()
         self.deadline: float | None = None
         self.idle_timeout: float | None = None
+        self.auto_pause: float | None = None
         self.health = Health.OK
         self.damage: list[str] = []
         self.warnings: list[str] = []
@@ -119,6 +122,7 @@ class Sandbox:
         self.create: Create | None = None
         self.oom_events = 0
         self.paused = False
+        self.pause_reason: str | None = None
         self.titles: OrderedDict[str, str] = OrderedDict()  # of its latest commands
         self.streams = 0  # connections of their own that are open now
         self.pinged = False  # a question whether its supervisor is alive is under way
@@ -135,6 +139,7 @@ class Sandbox:
             created_at=self.created_at, deadline=self.deadline, idle_timeout=self.idle_timeout, limits=self.limits, user=self.user,
             workdir=self.workdir, health=self.health, damage=self.damage, ended_at=self.ended_at, cause=self.cause, detail=self.detail,
             warnings=self.warnings, paused=self.paused and self.state is State.RUNNING, cpu_class=self.cpu_class,
+            pause_reason=self.pause_reason if self.paused and self.state is State.RUNNING else None, auto_pause=self.auto_pause,
         )  # fmt: skip
 
     def remember(self, command: str, title: str) -> None:
@@ -179,7 +184,9 @@ class Sandbox:
 
     def change(self) -> Change:
         """The journal line for labels and lifetimes as they are now."""
-        return Change(v=JOURNAL_VERSION, id=self.id, labels=self.labels, deadline=self.deadline, idle=self.idle_timeout)
+        return Change(
+            v=JOURNAL_VERSION, id=self.id, labels=self.labels, deadline=self.deadline, idle=self.idle_timeout, auto_pause=self.auto_pause,
+        )  # fmt: skip
 
     @classmethod
     def restored(cls, entry: Entry, run_dir: str, state_dir: str) -> Sandbox:
@@ -190,9 +197,11 @@ class Sandbox:
         sandbox.image, sandbox.layers, sandbox.user, sandbox.workdir = made.image, made.layers, made.user, made.workdir
         sandbox.created_at, sandbox.key, sandbox.warnings = made.at, made.key, made.warnings
         sandbox.cpu_class = made.cpu_class
-        sandbox.deadline, sandbox.idle_timeout = made.deadline, made.idle
+        sandbox.deadline, sandbox.idle_timeout, sandbox.auto_pause = made.deadline, made.idle, made.auto_pause
         if entry.change is not None:
-            sandbox.labels, sandbox.deadline, sandbox.idle_timeout = entry.change.labels, entry.change.deadline, entry.change.idle
+            change = entry.change
+            sandbox.labels, sandbox.deadline = change.labels, change.deadline
+            sandbox.idle_timeout, sandbox.auto_pause = change.idle, change.auto_pause
         if entry.ready is not None:
             sandbox.pid, sandbox.init_pid = entry.ready.pid, entry.ready.init
         if entry.ended is not None:

@@ -43,6 +43,11 @@ class Metrics:
         self.limits = {name: limits.labels(name) for name in ("memory", "disk", "pids", "output", "files")}
         self.ooms = Counter("dsec_oom_events", "OOM kills reported by supervisors", registry=registry)
         self.reattached = Counter("dsec_reattached", "Sandboxes taken over from an earlier edge", registry=registry)
+        reclaimed = Counter("dsec_memory_reclaimed_bytes", "Memory taken back from sandboxes", ["reason"], registry=registry)
+        self.reclaimed = {reason: reclaimed.labels(reason) for reason in ("asked", "idle", "pressure")}
+        relief = Counter("dsec_memory_relief", "What was done to sandboxes when memory was short", ["action"], registry=registry)
+        self.relief = {action: relief.labels(action) for action in ("reclaim", "pause", "evict")}
+        self.paused = Counter("dsec_auto_paused", "Sandboxes paused because they were idle", registry=registry)
         self.orphans = Counter("dsec_orphans_removed", "Sandboxes found on the node that no journal knew", registry=registry)
         self.reconnects = Counter("dsec_supervisor_reconnects", "Supervisor connections that broke and came back", registry=registry)
         self.launcher_restarts = Counter("dsec_launcher_restarts", "Launcher processes that died", registry=registry)

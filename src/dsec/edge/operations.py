@@ -288,7 +288,7 @@ class Operations(Core):
         if fields.text(wire.T_HEALTH) == "damaged":
             sandbox.damaged("its shell was replaced")
         return Usage(
-            memory=fields.u64(wire.T_MEMORY_USED), memory_peak=fields.u64(wire.T_MEMORY_PEAK),
+            memory=fields.u64(wire.T_MEMORY_USED), memory_peak=fields.u64(wire.T_MEMORY_PEAK), swap=fields.u64(wire.T_SWAP_USED),
             memory_limit=(sandbox.limits.memory_mb or 0) << 20, cpu_seconds=fields.u64(wire.T_CPU_USED_NS) / 1e9,
             pids=fields.u64(wire.T_PIDS_USED), disk=fields.u64(wire.T_DISK_USED), disk_limit=(sandbox.limits.disk_mb or 0) << 20,
             oom_kills=fields.u64(wire.T_OOM_KILLS), pids_hits=fields.u64(wire.T_PIDS_HITS), log_bytes=fields.u64(wire.T_LOG_USED),

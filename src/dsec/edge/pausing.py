@@ -1,4 +1,4 @@
-"""Pause and resume: a paused sandbox uses no CPU and gives its page cache back. Whatever needs it to run resumes it first."""
+"""Pause and resume: a paused sandbox uses no CPU and gives its memory back. Whatever needs it to run resumes it first."""
 from __future__ import annotations
 
 import asyncio
@@ -22,7 +22,8 @@ class Pausing(Core):
         sandbox = self.live(sandbox_id)
         require(self.backends[sandbox.backend], "pause_memory", f"a pause of sandbox {sandbox.id}")
         await self.reach(sandbox)
-        sandbox.paused = True
+        if not sandbox.paused:
+            sandbox.paused, sandbox.pause_reason = True, "asked"
         try:
             await self.call(sandbox, wire.F_PAUSE)
         except BaseException:

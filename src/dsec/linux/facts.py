@@ -27,6 +27,17 @@ def memory() -> dict[str, int]:
     return found
 
 
+def free_on_cpus(path: Path = Path("/proc/zoneinfo")) -> int:
+    """Bytes of free memory on the lists of single CPUs. Neither MemFree nor MemAvailable counts them, and after much was freed at once they
+    can hold an eighth of all memory, which trickles back at some 10 MB a second (Linux 6.7 and newer)."""
+    try:
+        with open(path, "rb") as file:
+            pages = sum(int(line.split()[1]) for line in file if line.lstrip().startswith(b"count:"))
+            return pages * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def filesystems() -> set[str]:
     """File systems that the kernel has now (modules that are not loaded yet do not show)."""
     return {line.split()[-1] for line in Path("/proc/filesystems").read_text().splitlines() if line.strip()}

@@ -91,6 +91,8 @@ class StartSpec:
     log_budget: int
     deadline_ns: int
     idle_ns: int
+    auto_pause_ns: int
+    reclaim_ns: int
     run_dir: str
     state_dir: str
 

@@ -30,6 +30,7 @@ _GIB = 1 << 30
 _NUMBERS = wire.u64s(
     wire.T_UID_BASE, wire.T_USERNS, wire.T_MEDIUM, wire.T_DISK_BYTES, wire.T_MEMORY_BYTES, wire.T_PIDS, wire.T_CPU_MILLI, wire.T_NOFILE,
     wire.T_CPU_CLASS, wire.T_SHM_BYTES, wire.T_LOG_HEAD, wire.T_LOG_TAIL, wire.T_LOG_BUDGET, wire.T_DEADLINE_NS, wire.T_IDLE_NS,
+    wire.T_AUTO_PAUSE_NS, wire.T_RECLAIM_NS,
 )  # fmt: skip
 _CGROUPS = Path("/sys/fs/cgroup")
 _CLASSES = (CpuClass.LATENCY, CpuClass.BEST_EFFORT)  # CPU_* of sandbox.h
@@ -228,6 +229,7 @@ class Container:
                 spec.uid_base, 1, _medium(spec.memory_disk), spec.disk_bytes, spec.memory_bytes, spec.pids, spec.cpu_milli, spec.open_files,
                 _CLASSES.index(spec.cpu_class),
                 spec.shm_bytes, spec.log_head, spec.log_tail, spec.log_budget, spec.deadline_ns, spec.idle_ns,
+                spec.auto_pause_ns, spec.reclaim_ns,
             ),
             text_field(wire.T_WORKDIR, spec.workdir, "workdir"),
             text_field(wire.T_USER, spec.user, "user"),
