@@ -23,6 +23,8 @@ uint64_t sandbox_oom_kills(struct sandbox *s) { (void)s; return 0; }
 uint64_t sandbox_pids_hits(struct sandbox *s) { (void)s; return 0; }
 int sandbox_disk_full(struct sandbox *s) { (void)s; return 0; }
 int medium_snapshot(struct sandbox *s, const char *name, struct fault *f) { (void)s; (void)name; f->code = "internal"; return -1; }
+void cgroup_usage(struct sandbox *s, struct usage *u) { (void)s; (void)u; }
+void cgroup_swap(struct sandbox *s, int on) { (void)s; (void)on; }
 void cgroup_reclaim(struct sandbox *s) { (void)s; }
 int medium_remove(const char *name) { (void)name; return 0; }
 int snapshot_named(const char *name) { return strchr(name, '.') != NULL; }
@@ -96,10 +98,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   if (size && data[0] & 7 && write(fd, hello, sizeof hello) < 0) abort();         // most inputs get past the greeting
   uint8_t *sent = malloc(size + 1);
   memcpy(sent, data, size);
-  for (size_t at = 1; at + 12 <= size;) {                // STOP ends the process: it is another request here
+  for (size_t at = 1; at + 12 <= size;) {                // STOP ends the process, RECLAIM makes one: they are another request here
     uint32_t length;
     memcpy(&length, sent + at, 4);
-    if (sent[at + 4] == F_STOP) sent[at + 4] = F_STAT;
+    if (sent[at + 4] == F_STOP || sent[at + 4] == F_RECLAIM) sent[at + 4] = F_STAT;
     if (length > size) break;
     at += 4 + (size_t)length;
   }

@@ -80,6 +80,8 @@ uint64_t sandbox_oom_kills(struct sandbox *s) { (void)s; return host->oom_kills;
 uint64_t sandbox_pids_hits(struct sandbox *s) { (void)s; return host->pids_hits; }
 int sandbox_disk_full(struct sandbox *s) { (void)s; return host->disk_full; }
 int medium_snapshot(struct sandbox *s, const char *name, struct fault *f) { (void)s; (void)name; f->code = "internal"; return -1; }
+void cgroup_usage(struct sandbox *s, struct usage *u) { (void)s; (void)u; }
+void cgroup_swap(struct sandbox *s, int on) { (void)s; (void)on; }
 void cgroup_reclaim(struct sandbox *s) { (void)s; }
 int medium_remove(const char *name) { (void)name; return 0; }
 int snapshot_named(const char *name) { return strchr(name, '.') != NULL; }

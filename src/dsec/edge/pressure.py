@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import itertools
 import logging
 import os
 import select
@@ -36,6 +37,7 @@ _SURVEYED_AT_ONCE = 64
 _ANSWER = 5.0
 _WORTH = 4 * MIB  # one that holds less is left alone
 _IDLE = 5.0  # seconds without use, and a sandbox is idle enough when the host is short
+_FRUIT = 16 * MIB  # a pass that gave less found nothing
 _RECENT = 100
 
 
@@ -83,8 +85,12 @@ class Pressure(Core):
                     await asyncio.wait_for(stalled.wait(), _LOOK_SHORT if self.level else _LOOK)
                 self.level = min(self._judge(stalled.is_set()), most)
                 stalled.clear()
-                if self.level and not await self._pass(self.level):
-                    await asyncio.sleep(_FRUITLESS if self.level < Level.EVICT else _LOOK)
+                try:
+                    if self.level and not await self._pass(self.level):
+                        await asyncio.sleep(_FRUITLESS if self.level < Level.EVICT else _LOOK)
+                except (DSecError, ConnectionLost, OSError) as error:
+                    log.error("memory is short, and: %s", error)
+                    await asyncio.sleep(_LOOK)
 
     def memory_info(self) -> MemoryInfo:
         """As the node's info shows it."""
@@ -124,7 +130,7 @@ class Pressure(Core):
                 break
             waiting = iter(victims)
             for _ in range(0, len(victims), _AT_ONCE):
-                batch = [h for h, _ in zip(waiting, range(_AT_ONCE), strict=False)]
+                batch = list(itertools.islice(waiting, _AT_ONCE))
                 took = await asyncio.gather(*(self._take(h, action) for h in batch))
                 for h, bytes_ in zip(batch, took, strict=True):
                     if bytes_ is not None:
@@ -138,7 +144,7 @@ class Pressure(Core):
             for h in sorted(left, key=lambda h: (h.protected, h.running > 0, -h.idle, -h.memory)):
                 if await self._evict(h):
                     return True
-        return gave > 0
+        return gave >= _FRUIT
 
     async def _survey(self) -> list[Held]:
         """What every sandbox holds now."""
