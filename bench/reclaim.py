@@ -33,7 +33,7 @@ BUSY_WAIT, BUSY_P99 = 2.0, 8.0
 AFTER = 60  # memory.reclaim_after: its default, before scaling
 CALL_MS, TEST_MS = (5.0, 40.0), (40.0, 120.0)  # CPU time of a tool call and of the test, as it is here
 SANDBOXES, QUICK = 48, 16  # at once; one that ends is replaced
-WINDOW, QUICK_WINDOW, BUSY_WINDOW = 90.0, 25.0, 20.0  # seconds of a run, of which the first fifth does not count
+WINDOW, QUICK_WINDOW, BUSY_WINDOW = 60.0, 15.0, 12.0  # seconds of a run, of which the first fifth does not count
 Z99 = 2.326
 
 
