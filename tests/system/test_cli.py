@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from tests.harness import ROOT, Node, seed_layers
 
+from dsec.linux import swap
+
 Dsec = Callable[..., "subprocess.CompletedProcess[str]"]
 PROGRAM = str(Path(sys.executable).with_name("dsec"))
 
@@ -184,7 +186,8 @@ def test_a_run_that_is_ended_takes_its_sandbox_along(dsec: Dsec, node: Node, bus
 
 def test_down_ends_what_a_killed_node_left(tmp_path: Path) -> None:
     state, run = tmp_path / "state", tmp_path / "run"
-    environment = {**os.environ, "DSEC_STATE": str(state), "DSEC_RUN": str(run), "DSEC_LISTEN": "127.0.0.1:0", "DSEC_NODE_MEDIUM_SIZE_MB": "512"}
+    environment = {**os.environ, "DSEC_STATE": str(state), "DSEC_RUN": str(run), "DSEC_LISTEN": "127.0.0.1:0", "DSEC_NODE_MEDIUM_SIZE_MB": "512",
+                   "DSEC_MEMORY_SWAP": "off"}  # fmt: skip
     for name in ("DSEC_URL", "DSEC_API_KEY"):
         environment.pop(name, None)
 
@@ -221,7 +224,7 @@ def test_completion_knows_the_live_sandboxes(dsec: Dsec, busybox_image: str) -> 
 @pytest.mark.root
 def test_up_refuses_and_uninstall_leaves_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "DSEC_STATE": str(tmp_path / "state"), "DSEC_RUN": str(tmp_path / "run"), "DSEC_LISTEN": "127.0.0.1:0",
-           "DSEC_NODE_MEDIUM_SIZE_MB": "1024"}  # fmt: skip
+           "DSEC_NODE_MEDIUM_SIZE_MB": "1024", "DSEC_MEMORY_SWAP": "off"}  # fmt: skip
     for name in ("DSEC_URL", "DSEC_API_KEY", "DSEC_CONFIG"):
         env.pop(name, None)
 
@@ -259,16 +262,18 @@ def test_uninstall_after_a_killed_node_without_sandboxes(tmp_path: Path) -> None
     def dsec(*args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([PROGRAM, *args], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=90, check=False)
 
-    started = dsec("up", "--detach", "--listen", "127.0.0.1:0", "--set", "node.medium_size_mb=512", *at)
+    settings = [word for text in ("node.medium_size_mb=512", "memory.swap=file", "memory.swap_mb=64") for word in ("--set", text)]
+    started = dsec("up", "--detach", "--listen", "127.0.0.1:0", *settings, *at)
     try:
         assert started.returncode == 0, started.stderr
+        assert swap.find(state / "swap")
         prefix = json.loads((state / "edge.json").read_text())["prefix"]
         os.kill(json.loads((run / "node.json").read_text())["pid"], 9)
         time.sleep(0.2)
     finally:
         removed = dsec("uninstall", "--yes", *at)
     assert removed.returncode == 0, removed.stderr
-    assert not state.exists() and not run.exists()
+    assert not state.exists() and not run.exists() and str(state) not in Path("/proc/swaps").read_text()
     assert not list(Path("/sys/fs/cgroup").glob(f"dsec-{prefix}")) and not list(Path("/sys/fs/cgroup").glob(f"*/dsec-{prefix}"))
     assert dsec("down", *at).stdout == "no node is running\n"
 

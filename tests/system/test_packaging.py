@@ -149,7 +149,7 @@ def test_node_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     port = str(_free_port())
     env = environment(
         DSEC_STATE=str(state), DSEC_RUN=str(run_dir), DSEC_LISTEN=f"127.0.0.1:{port}", DSEC_URL=f"http://127.0.0.1:{port}",
-        DSEC_NODE_MEDIUM_SIZE_MB="1024", DSEC_NODE_MEMORY_RESERVE_MB="512",
+        DSEC_NODE_MEDIUM_SIZE_MB="1024", DSEC_NODE_MEMORY_RESERVE_MB="512", DSEC_MEMORY_SWAP="off",
     )  # fmt: skip
     dsec = installed / "dsec"
     try:

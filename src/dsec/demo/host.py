@@ -58,7 +58,7 @@ async def node(state: Path) -> AsyncIterator[OwnNode | None]:
 def _settings(state: Path, run: Path) -> dict[str, str]:
     state.mkdir(parents=True, exist_ok=True)
     address = {"DSEC_LISTEN": "127.0.0.1:0", "DSEC_URL": f"unix://{run}/run/node.sock"}
-    return {"DSEC_STATE": str(state.absolute()), "DSEC_RUN": f"{run}/run", **address}
+    return {"DSEC_STATE": str(state.absolute()), "DSEC_RUN": f"{run}/run", "DSEC_MEMORY_SWAP": "off", **address}
 
 
 async def _dsec(*args: str) -> None:
