@@ -253,6 +253,7 @@ const char *pause_reason(void);
 
 // reclaim.c --------------------------------------------------------------------------------------------------------------------------
 int reclaim_start(const char *reason);                     // 0: under way
+int reclaim_idle(void);                                    // the same, where it is worth it
 void reclaim_stop(void);                                   // somebody wants the sandbox
 void reclaim_bring(void);                                  // it runs on: what is out comes back, ahead of who touches it
 void reclaim_end(void);                                    // the sandbox is dead

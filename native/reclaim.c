@@ -19,6 +19,7 @@
 
 #define LONGEST_S 60                   // for one pass
 #define BATCH 512                      // ranges of one call
+#define WORTH (2u << 20)               // an idle one that holds less keeps it
 #define BRING_S 10                     // so long pages are brought back
 #define BRING_MOST (128u << 20)        // more than this comes back as it is touched
 #define MOST (1ul << 30)               // bytes of one call: the kernel cuts longer ones short
@@ -195,6 +196,8 @@ int reclaim_start(const char *reason) {
   why = reason;
   return begin(TAKE);
 }
+
+int reclaim_idle(void) { return usage().memory < WORTH ? 0 : reclaim_start(REASON_IDLE); }
 
 void reclaim_stop(void) {
   if (next_job == TAKE) next_job = NOTHING;

@@ -197,7 +197,7 @@ static uint64_t idle_tick(void) {
   if (A.paused || !(reclaim | pause)) return NEVER;
   uint64_t idle = idle_for();
   if (reclaim && idle < reclaim) next = A.touched + reclaim;
-  else if (reclaim && reclaimed_at != A.touched && !reclaim_start(REASON_IDLE)) reclaimed_at = A.touched;
+  else if (reclaim && reclaimed_at != A.touched && !reclaim_idle()) reclaimed_at = A.touched;
   if (pause && idle < pause) next = least(next, A.touched + pause);
   else if (pause) next = least(next, pause_idle(REASON_IDLE));
   return next;
