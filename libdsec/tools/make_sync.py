@@ -61,12 +61,12 @@ from libdsec.client import Infos, Made, RawResponse
 from libdsec.command import Input
 from libdsec.files import FileInfos
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
+from libdsec.nodes import NodeInfo
 from libdsec.portal import Portal
 from libdsec.result import Event, ExecResult
 from libdsec.sources import Source
 from libdsec.stream import Callback
 from libdsec.tars import Links, Names
-from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     CommandInfo,
     CpuClass,
