@@ -155,6 +155,7 @@ def run(bench: Bench, n: int, zram: bool) -> Arm:
     """A node with swap of its own, and one arm on it."""
     size = n * EACH * 12 // 10 // MB + 256
     extra = {"DSEC_MEMORY_SWAP": "zram" if zram else "file", "DSEC_MEMORY_SWAP_MB": str(size), "DSEC_MEMORY_RECLAIM_AFTER": "0"}
+    extra["DSEC_MEMORY_PRESSURE"] = "off"
     with node(medium_mb=max(4096, n * EACH * 14 // 10 // MB + 1024), extra=extra) as made:
         floor = Floor(made.images, made.home)
         calibrate(bench, floor)
