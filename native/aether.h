@@ -44,6 +44,7 @@ struct aether {
   int running, helpers, conns;         // commands with a live process or in a session's queue; file helpers; connections
   uint64_t paused;                     // since when nothing inside runs, 0: it runs
   int damaged, ending;                 // the shell is not the one that the sandbox began with; sandbox_end is at work
+  int used;                            // somebody wanted something of what is inside
   struct command *live;                // every command in memory
 };
 extern struct aether A;
@@ -120,7 +121,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t request, const uint8_
 
 struct request {                       // decoded fields of one request; text points into its payload
   uint32_t id;
-  const char *command, *shell, *session, *cwd, *user, *name, *cause, *reason;
+  const char *command, *shell, *session, *cwd, *user, *name, *cause, *reason, *hostname;
   const char **argv, **env;            // NULL terminated
   size_t argc, envc;
   uint64_t flags, rows, cols, timeout_ns, signal, scope, stream, offset, offset_err, length, follow, deadline_ns, idle_ns, auto_pause_ns;

@@ -99,7 +99,7 @@ static int memory_upper(const struct sandbox *s, struct fault *f) {
   return fd;
 }
 
-static int hosts_text(const struct sandbox *s, char *text, size_t cap) {
+int hosts_text(const struct sandbox *s, char *text, size_t cap) {
   return snprintf(text, cap, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t%.64s\n", s->spec.hostname);
 }
 

@@ -91,9 +91,13 @@ int host_open(const char *path, int flags);                           // a path 
 struct setup { struct sandbox *s; int status, go, aether, dev; };     // go: a byte when cgroups and network namespace are there to be joined
 void setup_child(struct setup *u) __attribute__((noreturn));
 int netns_make(struct fault *f);                                      // this process moves into a new one with loopback
+int hosts_text(const struct sandbox *s, char *text, size_t cap);      // of /etc/hosts
 int fs_mount(const char *type, const char *const *options, unsigned attributes); // name, value, ... NULL; detached mount or -1
 int attach(int mount, const char *path);
 unsigned masks_present(void);
+
+// order.c
+int hostname_check(const char *name, struct fault *f);
 
 // userns.c
 int userns_get(uint32_t base, struct fault *f);                       // descriptor of a user namespace of 65,536 ids; the cache's own

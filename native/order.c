@@ -84,6 +84,12 @@ static int own(const char *path, const char *id) {
   return slash && !strcmp(slash + 1, id) && !strstr(path, "/../") && strlen(path) < 4000;
 }
 
+int hostname_check(const char *name, struct fault *f) {
+  size_t n = strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-.");
+  if (n && !name[n] && n <= 63) return 0;                // it also goes into /etc/hosts
+  return fault_set(f, "invalid_request", 0, "the host name %.70s is not 1 to 63 letters, digits, dots and hyphens", name);
+}
+
 int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f) {
   if (!is_id(c->id)) return fault_set(f, "invalid_request", 0, "%.70s is not a sandbox id", c->id ? c->id : "");
   if (!c->cgroup) c->cgroup = cgroup;
@@ -95,9 +101,7 @@ int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f
   if (c->volume && (!snapshot_named(c->volume) || c->medium != MEDIUM_BTRFS)) return fault_set(f, "invalid_request", 0, "%.70s is not the name of a snapshot", c->volume);
   if (!c->nlayers) return fault_set(f, "layer_not_found", 0, "a sandbox needs at least one layer");
   if (!c->hostname || !*c->hostname) c->hostname = c->id;
-  size_t name = strspn(c->hostname, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-.");
-  if (c->hostname[name] || name > 63)  // it also goes into /etc/hosts
-    return fault_set(f, "invalid_request", 0, "the host name %.70s is not 1 to 63 letters, digits, dots and hyphens", c->hostname);
+  if (hostname_check(c->hostname, f)) return -1;
   if (!c->workdir || !*c->workdir) c->workdir = "/";
   if (*c->workdir != '/') return fault_set(f, "invalid_request", 0, "the working directory %.120s is not absolute", c->workdir);
   if (!c->user || !*c->user) c->user = "root";

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include "util.h"
 
 static const char *argv_space[MAX_ARGS + 1], *env_space[MAX_ENV + 1];
 
@@ -15,7 +16,7 @@ static const uint16_t none[] = {0}, hello[] = {T_VERSION_MAJOR, T_VERSION_MINOR,
             T_LOG_TAIL, 0},
   attach[] = {T_COMMAND, T_OFFSET, T_OFFSET_ERR, T_FOLLOW, 0}, log_range[] = {T_COMMAND, T_STREAM, T_OFFSET, T_LENGTH, 0},
   input[] = {T_COMMAND, T_BYTES, 0}, resize[] = {T_COMMAND, T_ROWS, T_COLS, 0}, sig[] = {T_COMMAND, T_SIGNAL, T_SCOPE, 0},
-  session[] = {T_NAME, T_CWD, T_ENV, T_USER, 0}, name[] = {T_NAME, 0}, lease[] = {T_DEADLINE_NS, T_IDLE_NS, T_AUTO_PAUSE_NS, 0}, stop[] = {T_CAUSE, T_MESSAGE, T_REASON, 0},
+  session[] = {T_NAME, T_CWD, T_ENV, T_USER, 0}, name[] = {T_NAME, 0}, lease[] = {T_DEADLINE_NS, T_IDLE_NS, T_AUTO_PAUSE_NS, T_HOSTNAME, T_ENV, 0}, stop[] = {T_CAUSE, T_MESSAGE, T_REASON, 0},
   memory[] = {T_IDLE_NS, T_REASON, 0};
 
 static const uint16_t *allowed(uint8_t type) {
@@ -50,6 +51,7 @@ static int take(struct request *r, const struct item *it) {
     case T_CWD: return text(it, &r->cwd);
     case T_USER: return text(it, &r->user);
     case T_NAME: return text(it, &r->name);
+    case T_HOSTNAME: return text(it, &r->hostname);
     case T_CAUSE: return text(it, &r->cause);
     case T_REASON: return text(it, &r->reason);
     case T_MESSAGE: return field_text(it, &s);
@@ -169,7 +171,32 @@ static void status(struct conn *c, struct request *r) {
   conn_reply(c, &b);
 }
 
+// One that was made ahead gets its owner's names. Nobody used it before: it cannot be given away a second time.
+static int hand_out(struct request *r, struct fault *f) {
+  struct spec *spec = &A.s->spec;
+  if (A.used) return fault_set(f, "invalid_request", 0, "sandbox %s was used, its identity is its own", spec->id);
+  static char *text;                   // of the names that an edge gave which did not live to say so
+  size_t size = strlen(r->hostname) + 1;
+  for (size_t i = 0; i < r->envc; i++) size += strlen(r->env[i]) + 1;
+  char *fresh = malloc(size), *at = fresh;
+  if (!fresh) return fault_set(f, "resource_exhausted", ENOMEM, "no memory for the environment of %s", spec->id);
+  if (sandbox_rename(A.s, strcpy(at, r->hostname), f)) { free(fresh); return -1; }
+  for (size_t i = 0; i < r->envc; i++) {
+    at += strlen(at) + 1;
+    spec->env[i] = strcpy(at, r->env[i]);
+  }
+  spec->env[r->envc] = NULL;
+  spec->nenv = (int)r->envc;
+  free(text);
+  text = fresh;
+  return 0;
+}
+
 static void set_lease(struct conn *c, struct request *r) {
+  struct fault f = {0};
+  if (r->envc && !r->hostname) fault_set(&f, "invalid_request", 0, "LEASE: an environment goes with a host name");
+  else if (r->hostname) hand_out(r, &f);
+  if (f.code) { conn_error(c, r->id, f.code, f.err, "%s", f.message); return; }
   if (r->present & HAS_DEADLINE) A.deadline_real = r->deadline_ns;
   if (r->present & HAS_IDLE) A.idle_ns = r->idle_ns;
   if (r->present & HAS_AUTO_PAUSE) A.auto_pause_ns = r->auto_pause_ns;
@@ -278,6 +305,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     if (c->subs || c->subscribed) { conn_error(c, id, "invalid_request", 0, "FILE needs a connection of its own"); return; }
     pause_end();
     reclaim_stop();
+    A.used = 1;
     if (conn_full(c)) { c->held = 1; return; }           // the helper must not write into the middle of a frame of ours
     touch();
     helper_start(c, id, payload, size);
@@ -290,7 +318,11 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
   if (bad == 0x10000) { conn_error(c, id, "wire_field", 0, "the fields of a request of type %d do not parse", type); return; }
   if (bad) { conn_error(c, id, "wire_field", 0, "field %d is unknown to a request of type %d, repeated or malformed", bad, type); return; }
   if (!only_looks(type, &r)) { touch(); idle_again(); }
-  if (needs_it_running(type)) { pause_end(); reclaim_stop(); }
+  if (needs_it_running(type)) {
+    pause_end();
+    reclaim_stop();
+    A.used = 1;
+  }
   switch (type) {
     case F_HELLO: say_hello(c, &r); break;
     case F_SUBSCRIBE: subscribe(c, &r); break;

@@ -141,6 +141,41 @@ undo:
   return -1;
 }
 
+static int overwrite(int etc, const char *name, const char *text, int n, struct fault *f) {
+  struct stat st;
+  int fd = openat(etc, name, O_WRONLY | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+  if (fd < 0 && errno == ENOENT) return 0;
+  int bad = fd < 0 || fstat(fd, &st) || !S_ISREG(st.st_mode) || write(fd, text, (size_t)n) != n;
+  if (bad) fault_host(f, errno, "write /etc/%s", name);
+  close_fd(&fd);
+  return bad ? -1 : 0;
+}
+
+// Its two files are what setup_child wrote, if the layers have an /etc for them. `hostname` stays: the sandbox keeps the pointer.
+int sandbox_rename(struct sandbox *s, const char *hostname, struct fault *f) {
+  char text[512];
+  if (hostname_check(hostname, f)) return -1;
+  int own = open("/proc/self/ns/uts", O_RDONLY | O_CLOEXEC);
+  if (own < 0 || setns(s->init_fd, CLONE_NEWUTS)) {
+    fault_host(f, errno, "enter the host name's namespace of %s", s->spec.id);
+    close_fd(&own);
+    return -1;
+  }
+  int bad = sethostname(hostname, strlen(hostname)) ? fault_host(f, errno, "set the host name") : 0;
+  if (setns(own, CLONE_NEWUTS)) bad = fault_host(f, errno, "leave the host name's namespace of %s", s->spec.id);
+  close(own);
+  if (bad) return -1;
+  const char *was = s->spec.hostname;
+  s->spec.hostname = hostname;
+  int etc = open_inside(box.root, "etc", O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+  if (etc < 0) return 0;
+  int n = snprintf(text, sizeof text, "%.64s\n", hostname);
+  bad = overwrite(etc, "hostname", text, n, f) || overwrite(etc, "hosts", text, hosts_text(s, text, sizeof text), f) ? -1 : 0;
+  close(etc);
+  if (bad) s->spec.hostname = was;
+  return bad;
+}
+
 void sandbox_kill(struct sandbox *s) {
   if (s->cgroup_fd >= 0) cgroup_kill(s->cgroup_fd);
   if (s->init_fd < 0) return;

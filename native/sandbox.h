@@ -89,6 +89,8 @@ pid_t sandbox_enter_now(struct sandbox *s, const struct entry *e, int *pidfd, st
 int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault *f); // master descriptor
 int sandbox_shell_replaced(struct sandbox *s); // /bin/sh or /bin/bash is no longer the file it was at the start
 
+int sandbox_rename(struct sandbox *s, const char *hostname, struct fault *f); // one that nobody has used
+
 // supervisor.c: aether's life after READY; never returns
 void aether_main(struct sandbox *s) __attribute__((noreturn));
 

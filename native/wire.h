@@ -8,7 +8,7 @@
 
 #define WIRE_MAJOR 1
 #ifndef WIRE_MINOR
-#define WIRE_MINOR 1                   // 1: snapshots
+#define WIRE_MINOR 2                   // 1: snapshots, 2: LEASE with HOSTNAME and ENV
 #endif
 #define WIRE_MAX (1u << 20)            // payload bytes of one frame
 #define WIRE_DATA (256u << 10)         // most bytes that we put into one DATA frame

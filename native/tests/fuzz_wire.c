@@ -29,6 +29,11 @@ void cgroup_reclaim(struct sandbox *s) { (void)s; }
 int medium_remove(const char *name) { (void)name; return 0; }
 int snapshot_named(const char *name) { return strchr(name, '.') != NULL; }
 int sandbox_shell_replaced(struct sandbox *s) { (void)s; return 0; }
+int sandbox_rename(struct sandbox *s, const char *hostname, struct fault *f) {
+  if (*hostname == 'b') { f->code = "invalid_request"; return -1; }
+  s->spec.hostname = hostname;
+  return 0;
+}
 int sandbox_enter(struct sandbox *s, const struct entry *e, struct start *st, struct fault *f) {
   (void)s; (void)st;
   if (e->argv) for (const char *const *p = e->argv; *p; p++) (void)strlen(*p);   // every text must be one

@@ -389,3 +389,23 @@ def test_measure(node: Driver, capsys: pytest.CaptureFixture[str]) -> None:
         print(f"\n  no-op exec over the socket: p50 {times[150] * 1e3:.2f} ms, p99 {times[297] * 1e3:.2f} ms; stream {rate:.2f} GB/s")
     c.close()
     box.stop()
+
+
+def test_one_that_was_made_ahead_gets_its_names_once(node: Driver) -> None:
+    box = node.create(hostname="ahead", env=["A=1", "OLD=1"])
+    fresh = node.create(hostname="given", env=["A=2", "NEW=x y"])
+    lease = wire.text(wire.T_HOSTNAME, "given") + wire.text(wire.T_ENV, "A=2") + wire.text(wire.T_ENV, "NEW=x y")
+    for payload, code in ((wire.text(wire.T_HOSTNAME, "no way"), "invalid_request"), (wire.text(wire.T_ENV, "A=2"), "invalid_request")):
+        with pytest.raises(Refused) as refused:
+            box.connection.call(wire.F_LEASE, payload)
+        assert refused.value.code == code
+    host = os.uname().nodename
+    for _ in range(2):  # an edge that died over it says it again
+        assert box.connection.call(wire.F_LEASE, lease).type == wire.F_OK
+    assert os.uname().nodename == host
+    looks = "hostname; cat /etc/hostname /etc/hosts; stat -c '%a %u %g %s' /etc/hostname /etc/hosts; env; id; ls -A / /etc"
+    outputs = [each.out(looks) for each in (box, fresh)]
+    assert outputs[0] == outputs[1] and "ahead" not in outputs[0] and "OLD" not in outputs[0] and "NEW=x y" in outputs[0]
+    with pytest.raises(Refused, match="was used"):
+        box.connection.call(wire.F_LEASE, lease)
+    box.connection.call(wire.F_LEASE, wire.u64(wire.T_IDLE_NS, 10**12))

@@ -43,7 +43,7 @@ from typing import Final, NamedTuple
 from libdsec.errors import DSecError
 
 WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 1
+WIRE_MINOR: Final = 2
 WIRE_MAX: Final = 1 << 20
 WIRE_DATA: Final = 256 << 10
 
