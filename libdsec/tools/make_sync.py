@@ -57,7 +57,7 @@ from libdsec import sandbox as _sandbox
 from libdsec import stream as _stream
 from libdsec.api import PATIENCE
 from libdsec.args import DSecContainerRunArgs
-from libdsec.client import Infos, Made, RawResponse
+from libdsec.client import Infos, Made, PoolInfos, RawResponse
 from libdsec.command import Input
 from libdsec.files import FileInfos
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
@@ -76,6 +76,7 @@ from libdsec.wire import (
     LayerInfo,
     Limits,
     PackResult,
+    PoolInfo,
     PushResult,
     SandboxInfo,
     SessionInfo,

@@ -84,6 +84,18 @@ class MemoryConfig(_Section, frozen=True):
     reclaim_after: NotNegative = 60  # seconds idle, then a sandbox's memory goes back to the host; 0: never
 
 
+class PoolConfig(_Section, frozen=True):
+    """Sandboxes that are made ahead."""
+
+    max: NotNegative = 64  # in all pools together
+    images: Annotated[str, Meta(pattern=r"^\s*([^\s=]+=[0-9]{1,5}(\s+[^\s=]+=[0-9]{1,5})*)?\s*$")] = ""  # "IMAGE=SIZE IMAGE=SIZE"
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """`images`, read."""
+        return tuple((image, int(size)) for image, _, size in (word.partition("=") for word in self.images.split()))
+
+
 class RemoteConfig(_Section, frozen=True):
     """The store that layers are pushed to and pulled from, and how their data comes to this node."""
 
@@ -110,6 +122,7 @@ class Config(_Section, frozen=True):
     node: NodeConfig = msgspec.field(default_factory=NodeConfig)
     sandbox: SandboxConfig = msgspec.field(default_factory=SandboxConfig)
     memory: MemoryConfig = msgspec.field(default_factory=MemoryConfig)
+    pool: PoolConfig = msgspec.field(default_factory=PoolConfig)
     remote: RemoteConfig = msgspec.field(default_factory=RemoteConfig)
 
     @property
@@ -301,6 +314,8 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
         raise bad("tls_cert" if config.tls_cert else "tls_key", "tls_cert and tls_key go together")
     if not is_loopback(host.strip("[]")) and not config.tls_cert:
         raise bad("listen", "an address that is not loopback needs TLS: set tls_cert and tls_key")
+    if sum(size for _, size in config.pool.sizes) > config.pool.max:
+        raise bad("pool.images", f"is more than pool.max = {config.pool.max}")
     if config.node.warn_sandboxes > config.node.max_sandboxes and origins["node.warn_sandboxes"] != "default":
         raise bad("node.warn_sandboxes", f"is above node.max_sandboxes = {config.node.max_sandboxes}")
 

@@ -116,6 +116,8 @@ def edge_config(config: Config) -> EdgeConfig:
         tombstone_ttl=node.tombstone_ttl,
         max_tombstones=node.max_tombstones,
         max_batch=node.max_batch,
+        pools=config.pool.sizes,
+        max_pooled=config.pool.max,
         memory_mb=sandbox.memory_mb,
         cpu_cores=sandbox.cpu_cores,
         cpu_class=CpuClass(sandbox.cpu_class),

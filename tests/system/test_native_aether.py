@@ -404,8 +404,8 @@ def test_one_that_was_made_ahead_gets_its_names_once(node: Driver) -> None:
         assert box.connection.call(wire.F_LEASE, lease).type == wire.F_OK
     assert os.uname().nodename == host
     looks = "hostname; cat /etc/hostname /etc/hosts; stat -c '%a %u %g %s' /etc/hostname /etc/hosts; env; id; ls -A / /etc"
-    outputs = [each.out(looks) for each in (box, fresh)]
-    assert outputs[0] == outputs[1] and "ahead" not in outputs[0] and "OLD" not in outputs[0] and "NEW=x y" in outputs[0]
+    outputs = [run(each.connection, looks).out for each in (box, fresh)]
+    assert outputs[0] == outputs[1] and b"ahead" not in outputs[0] and b"OLD" not in outputs[0] and b"NEW=x y" in outputs[0]
     with pytest.raises(Refused, match="was used"):
         box.connection.call(wire.F_LEASE, lease)
     box.connection.call(wire.F_LEASE, wire.u64(wire.T_IDLE_NS, 10**12))

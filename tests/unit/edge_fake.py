@@ -228,12 +228,13 @@ class FakeImages:
     def __init__(self) -> None:
         self.pins: dict[str, list[str]] = {}
         self.delay = 0.0
+        self.digit = "0"
 
     async def resolve(self, image: str | None, layers: list[str] | None) -> ResolvedImage:
         await asyncio.sleep(self.delay)
         if image != "base":
             raise LayerNotFound(f"no layer {image}", layer=image)
-        return ResolvedImage("base", [Layer("sha256:" + "0" * 64, Path("/base.erofs"))], {"FROM": "image"}, "app", "/srv")
+        return ResolvedImage("base", [Layer("sha256:" + self.digit * 64, Path("/base.erofs"))], {"FROM": "image"}, "app", "/srv")
 
     def limits(self, image: str | None) -> Limits:
         return Limits()

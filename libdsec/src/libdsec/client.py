@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json as jsonlib
 import os
 import secrets
@@ -28,6 +29,8 @@ from libdsec.wire import (
     BatchItem,
     BatchRequest,
     CpuClass,
+    PoolInfo,
+    PoolRequest,
     SandboxInfo,
     SandboxSpec,
     VersionInfo,
@@ -35,8 +38,10 @@ from libdsec.wire import (
 
 VERSION = "0.1.0"
 Infos = list[SandboxInfo]
+PoolInfos = list[PoolInfo]
 Made = list[Any]  # of Sandbox; with `partial=True` also of DSecError
 _infos = msgspec.msgpack.Decoder(list[SandboxInfo]).decode
+_pools = msgspec.msgpack.Decoder(list[PoolInfo]).decode
 _items = msgspec.msgpack.Decoder(list[BatchItem]).decode
 
 
@@ -224,6 +229,18 @@ class DSecClient:
         target = f"/v1/sandboxes:{what}" + query({"label": _labels(labels)})
         _, data = await self._api.exchange("POST", target, safe=True, timeout=None)
         return [_item(self._api, item) for item in _items(data)]
+
+    async def set_pool(self, args: DSecContainerRunArgs, size: int) -> PoolInfo:
+        """Keep `size` sandboxes ready for creates like `args`; 0: no more. The node makes them in the background.
+
+        Labels, env, name, hostname and lifetimes of a sandbox are given when it is handed out; what `args` says of them is left out here.
+        """
+        kind = dataclasses.replace(args, labels=None, env=None, name=None, hostname=None, max_lifetime=None, ttl_running_stop=None)
+        return await self._api.call("PUT", "/v1/pools", PoolInfo, body=PoolRequest(spec=kind.spec(), size=size), safe=True)
+
+    async def pools(self) -> PoolInfos:
+        """What is made ahead."""
+        return _pools((await self._api.exchange("GET", "/v1/pools"))[1])
 
     # the node -------------------------------------------------------------------------------------------------------------------
     async def node(self) -> NodeInfo:

@@ -55,3 +55,4 @@ class NodeInfo(Reply):
     checks: list[dict[str, Any]]
     swap: SwapInfo | None = None
     memory: MemoryInfo | None = None
+    pooled: int = 0  # sandboxes that wait in pools, beside `sandboxes`

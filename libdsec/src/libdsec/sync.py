@@ -25,7 +25,7 @@ from libdsec import sandbox as _sandbox
 from libdsec import stream as _stream
 from libdsec.api import PATIENCE
 from libdsec.args import DSecContainerRunArgs
-from libdsec.client import Infos, Made, RawResponse
+from libdsec.client import Infos, Made, PoolInfos, RawResponse
 from libdsec.command import Input
 from libdsec.files import FileInfos
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
@@ -44,6 +44,7 @@ from libdsec.wire import (
     LayerInfo,
     Limits,
     PackResult,
+    PoolInfo,
     PushResult,
     SandboxInfo,
     SessionInfo,
@@ -751,6 +752,17 @@ class SyncDSecClient(_Wrapper):
         """Resume all paused sandboxes with these labels; as `pause_all`."""
         made: Made = _wrap(self._portal, self._portal.run(self._inner.resume_all(labels)))
         return made
+
+    def set_pool(self, args: DSecContainerRunArgs, size: int) -> PoolInfo:
+        """Keep `size` sandboxes ready for creates like `args`; 0: no more. The node makes them in the background.
+
+        Labels, env, name, hostname and lifetimes of a sandbox are given when it is handed out; what `args` says of them is left out here.
+        """
+        return self._portal.run(self._inner.set_pool(args, size))
+
+    def pools(self) -> PoolInfos:
+        """What is made ahead."""
+        return self._portal.run(self._inner.pools())
 
     def node(self) -> NodeInfo:
         """What the node is and can do."""

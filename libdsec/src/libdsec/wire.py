@@ -127,6 +127,33 @@ class SnapshotRequest(Model):
     labels: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class PoolRequest(Model):
+    """Keep `size` sandboxes of this kind ready; 0: no more. What is said at the hand-out is not part of `spec`: labels, env, name,
+    hostname, max_lifetime, idle_timeout."""
+
+    spec: SandboxSpec
+    size: int
+
+
+class PoolInfo(Reply):
+    """A pool, and how it does. `limits`, `user` and `workdir` as in effect."""
+
+    id: str
+    image: str | None
+    layers: list[str] | None
+    backend: str
+    disk: str
+    limits: Limits
+    user: str | None
+    workdir: str | None
+    size: int  # wanted
+    ready: int  # they wait
+    making: int
+    hits: int = 0  # creates that it served, since the node started
+    misses: int = 0  # creates that it would have served, but it was empty
+    error: str | None = None  # why it is not full
+
+
 class ForkRequest(Model):
     """Make `n` sandboxes that begin with the files of a running one. Limits, user, ENV and labels are the same; `labels` are added."""
 

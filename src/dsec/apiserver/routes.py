@@ -28,6 +28,8 @@ from libdsec.wire import (
     MoveRequest,
     PackRequest,
     PackResult,
+    PoolInfo,
+    PoolRequest,
     PtySize,
     SandboxInfo,
     SandboxSpec,
@@ -130,6 +132,9 @@ ROUTES: tuple[Route, ...] = (
           params=(Param("sandbox", "only of this sandbox"),)),
     Route("GET", "/v1/snapshots/{snapshot}", sandboxes.get_snapshot, "One snapshot", reply=SnapshotInfo),
     Route("DELETE", "/v1/snapshots/{snapshot}", sandboxes.remove_snapshot, "Forget a snapshot", reply=SnapshotInfo),
+    Route("GET", "/v1/pools", sandboxes.pools, "What is made ahead", reply=list[PoolInfo]),
+    Route("PUT", "/v1/pools", sandboxes.set_pool, "Keep so many sandboxes of one kind ready, in the place of what was asked for that kind",
+          body=PoolRequest, reply=PoolInfo),
     Route("POST", _S + "/pack", sandboxes.pack, "Make a layer and an environment of what the sandbox changed", body=PackRequest,
           reply=PackResult),
     # layers and environments

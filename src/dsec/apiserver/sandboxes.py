@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dsec.apiserver.app import Parts
 from dsec.apiserver.request import Request
 from libdsec.errors import InvalidRequest
-from libdsec.wire import API_VERSION, BatchRequest, ForkRequest, LeaseRequest, PackRequest, SandboxSpec, SnapshotRequest, VersionInfo
+from libdsec.wire import (
+    API_VERSION,
+    BatchRequest,
+    ForkRequest,
+    LeaseRequest,
+    PackRequest,
+    PoolRequest,
+    SandboxSpec,
+    SnapshotRequest,
+    VersionInfo,
+)
 
 _STATES = ("creating", "running", "ended", "all")
 
@@ -88,6 +98,15 @@ async def get_snapshot(parts: Parts, request: Request) -> None:
 
 async def remove_snapshot(parts: Parts, request: Request) -> None:
     await request.reply(await parts.edge.remove_snapshot(request.path["snapshot"]))
+
+
+async def pools(parts: Parts, request: Request) -> None:
+    await request.reply(parts.edge.list_pools())
+
+
+async def set_pool(parts: Parts, request: Request) -> None:
+    wanted: PoolRequest = request.body
+    await request.reply(await parts.edge.set_pool(wanted))
 
 
 async def pack(parts: Parts, request: Request) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli import copying, environments, images, layers, machine, packing, sandboxes, snapshots
+from dsec.cli import copying, environments, images, layers, machine, packing, pools, sandboxes, snapshots
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -49,4 +49,5 @@ app.add_typer(images.app, name="image")
 app.add_typer(layers.app, name="layer")
 app.add_typer(environments.app, name="env")
 app.add_typer(snapshots.app, name="snapshot")
+app.add_typer(pools.app, name="pool")
 app.add_typer(machine.config_app, name="config")

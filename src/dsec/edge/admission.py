@@ -10,6 +10,8 @@ import resource
 import time
 from pathlib import Path
 
+import msgspec
+
 from dsec.edge.backends.base import DiskUsage
 from dsec.edge.config import MIB, EdgeConfig
 from dsec.edge.cpu import CpuUse
@@ -39,6 +41,12 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "open_files": (16, 1 << 20, "files"),
     "output_bytes": (4096, 1 << 30, "bytes"),
 }
+
+
+def merge_limits(asked: Limits, given: Limits) -> Limits:
+    """Each limit as asked for, or as the image gives it."""
+    own = {name: value for name in Limits.__struct_fields__ if (value := getattr(asked, name)) is not None}
+    return msgspec.structs.replace(given, **own)
 
 
 def resolve_limits(asked: Limits, config: EdgeConfig, medium: DiskUsage | None, memory_disk: bool) -> Limits:
@@ -103,6 +111,10 @@ class Host:
         )
         self._files = len(os.listdir("/proc/self/fd"))
 
+    def forget(self) -> None:
+        """Whatever its age, the last reading is old."""
+        self._at = -1.0
+
     @property
     def available(self) -> int:
         """MemAvailable, and what is free on the lists of single CPUs. Bytes; swap is not in it."""
@@ -156,39 +168,40 @@ class Admission:
 
     def admit(self, live: int, limits: Limits, memory_disk: bool, cpu_class: CpuClass = CpuClass.LATENCY) -> list[str]:
         """Take one more beside `live` others, or raise AtCapacity with a time to retry after. Returns warnings."""
-        self.host.refresh()
-        if self._reading != self.host.readings:
-            self._reading, self._since = self.host.readings, 0
+        self._refresh()
         config, host = self._config, self.host
-        warnings: list[str] = []
         if live >= config.max_sandboxes:
             raise _full("sandboxes", f"{live} of {config.max_sandboxes} sandboxes exist", 1.0)
-        if live >= config.warn_sandboxes:
-            warnings.append(f"the node has {live} of at most {config.max_sandboxes} sandboxes")
-        left = host.available - config.memory_reserve - self._since * _SANDBOX_MEMORY
-        if left < _SANDBOX_MEMORY:
+        if self._left < _SANDBOX_MEMORY:
             raise _full("memory", f"{host.available // MIB} MiB are available and {config.memory_reserve // MIB} MiB are kept free", 2.0)
-        memory = (limits.memory_mb or 0) * MIB
-        if left < memory:
-            warnings.append(f"the memory limit of {memory // MIB} MiB is more than the {left // MIB} MiB that the node has left")
         # stalls at a sandbox's own limit count in the host's figure: they say something of the host only where memory is short
-        if host.available < max(_SHORT, 2 * config.memory_reserve):
-            if host.stall > _STALL:
-                raise _full("memory", f"the host stalls on memory {host.stall:.0f}% of the time", 5.0)
-            if host.stall > _STALL_WARN:
-                warnings.append(f"the host stalls on memory {host.stall:.0f}% of the time")
-        if not memory_disk and self.disk is not None:
-            if self.disk.free < _DISK_RESERVE:
-                raise _full("disk", f"the writable medium has {self.disk.free // MIB} MiB left", 5.0)
-            if self.disk.free < (limits.disk_mb or 0) * MIB:
-                warnings.append(f"the disk limit of {limits.disk_mb} MiB is more than the medium's free {self.disk.free // MIB} MiB")
+        if self._short and host.stall > _STALL:
+            raise _full("memory", f"the host stalls on memory {host.stall:.0f}% of the time", 5.0)
+        if not memory_disk and self.disk is not None and self.disk.free < _DISK_RESERVE:
+            raise _full("disk", f"the writable medium has {self.disk.free // MIB} MiB left", 5.0)
         if host.files_left - self._since * _FDS_PER_SANDBOX < _FD_RESERVE:
             raise _full("descriptors", f"the node may open only {host.files_left} more files", 2.0)
         if host.tasks_left - self._since * _PIDS_PER_SANDBOX < 4 * _PIDS_PER_SANDBOX + 64:
             raise _full("processes", f"the host may start only {host.tasks_left} more tasks", 2.0)
-        warnings += self._admit_cpu(cpu_class)
+        warnings = self.warn(live, limits, memory_disk, cpu_class)
         self._since += 1
         return warnings
+
+    def warn(self, live: int, limits: Limits, memory_disk: bool, cpu_class: CpuClass = CpuClass.LATENCY) -> list[str]:
+        """What the creator of one more beside `live` others should know. AtCapacity where it could not run, even if it were there already."""
+        self._refresh()
+        config, host, left = self._config, self.host, self._left
+        warnings: list[str] = []
+        if live >= config.warn_sandboxes:
+            warnings.append(f"the node has {live} of at most {config.max_sandboxes} sandboxes")
+        memory = (limits.memory_mb or 0) * MIB
+        if left < memory:
+            warnings.append(f"the memory limit of {memory // MIB} MiB is more than the {left // MIB} MiB that the node has left")
+        if self._short and host.stall > _STALL_WARN:
+            warnings.append(f"the host stalls on memory {host.stall:.0f}% of the time")
+        if not memory_disk and self.disk is not None and self.disk.free < (limits.disk_mb or 0) * MIB:
+            warnings.append(f"the disk limit of {limits.disk_mb} MiB is more than the medium's free {self.disk.free // MIB} MiB")
+        return warnings + self._admit_cpu(cpu_class)
 
     def _admit_cpu(self, cpu_class: CpuClass) -> list[str]:
         """What was asked for counts for nothing: sandboxes mostly wait. Nothing breaks where CPU is short, so only who says so refuses."""
@@ -203,6 +216,35 @@ class Admission:
         if waits > self._config.cpu_pressure:
             raise _full("cpu", why, 10.0)
         return [why] if waits > _CPU_WAITS else []
+
+    @property
+    def most(self) -> int:
+        """Sandboxes that the node takes without a word."""
+        return min(self._config.warn_sandboxes, self._config.max_sandboxes)
+
+    def spare(self) -> float:
+        """What the node has beyond what it refuses at, of memory and disk the scarcer: at 1.0 as much again as it keeps free. For whoever
+        makes sandboxes that nobody asked for."""
+        self._refresh()
+        memory = self._left / max(_SHORT, self._config.memory_reserve)
+        return memory if self.disk is None else min(memory, self.disk.free / _DISK_RESERVE - 1.0)
+
+    def forget(self) -> None:
+        """The host changed by our own doing: read it again."""
+        self.host.forget()
+
+    def _refresh(self) -> None:
+        self.host.refresh()
+        if self._reading != self.host.readings:
+            self._reading, self._since = self.host.readings, 0
+
+    @property
+    def _left(self) -> int:
+        return self.host.available - self._config.memory_reserve - self._since * _SANDBOX_MEMORY
+
+    @property
+    def _short(self) -> bool:
+        return self.host.available < max(_SHORT, 2 * self._config.memory_reserve)
 
 
 def _full(name: str, why: str, after: float) -> Exception:

@@ -6,11 +6,11 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from dsec.config import NodeConfig, RemoteConfig, SandboxConfig
+from dsec.config import NodeConfig, PoolConfig, RemoteConfig, SandboxConfig
 from libdsec.wire import CpuClass
 
 MIB = 1 << 20
-_NODE, _SANDBOX, _REMOTE = NodeConfig(), SandboxConfig(), RemoteConfig()  # the defaults
+_NODE, _POOL, _SANDBOX, _REMOTE = NodeConfig(), PoolConfig(), SandboxConfig(), RemoteConfig()  # the defaults
 
 
 def find_aether() -> Path:
@@ -47,6 +47,8 @@ class EdgeConfig:
     max_batch: int = _NODE.max_batch
     fill_deadline: float = _REMOTE.deadline  # a read of remote data that does not come in this time fails
     fill_by: str = _REMOTE.method  # auto, fanotify, fuse
+    pools: tuple[tuple[str, int], ...] = ()  # image, how many of it are kept ready
+    max_pooled: int = _POOL.max  # in all pools together
     stop_timeout: float = 10.0  # then the supervisor is taken for hung and the sandbox is reaped without it
     hang_timeout: float = 30.0  # a supervisor that does not answer for so long, while somebody waits for it, is taken for hung
     # defaults of a sandbox

@@ -17,7 +17,7 @@ from dsec.edge.admission import Admission
 from dsec.edge.backends.base import Backend, ImageResolver
 from dsec.edge.config import EdgeConfig
 from dsec.edge.journal import Journal
-from dsec.edge.lifecycle import Sandbox, Table
+from dsec.edge.lifecycle import Sandbox, Spoiled, Table
 from dsec.edge.metrics import Metrics
 from dsec.edge.supervisor import ConnectionLost, Control, lost
 from dsec.edge.wire import Fields, Frame, WireError
@@ -49,6 +49,8 @@ class Core:
         self.passing: dict[str, Snapshot] = {}  # under way, and those of forks, which nobody else sees
         self.foreign_volumes: set[str] = set()  # of snapshots that a newer edge made
         self.reclaimed = dict.fromkeys(self.counters.reclaimed, 0)  # bytes by reason
+        self.creating = 0  # creators that wait
+        self.quiet = asyncio.Event()  # set when the last of them has what it wants
         self.closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -248,6 +250,10 @@ class Core:
         """The sandbox has ended and its kernel objects are gone. Called once or more; the first call counts."""
         if sandbox.state is State.ENDED:
             return
+        if sandbox.pool is not None:
+            sandbox.pool.lost(sandbox, detail or cause.value)
+            self.vanish(sandbox, Spoiled(f"sandbox {sandbox.id}: {detail or cause.value}", sandbox=sandbox.id), cause)
+            return
         sandbox.state = State.ENDED
         sandbox.cause, sandbox.detail, sandbox.ended_at, sandbox.noticed = cause, detail, at, time.time()
         control, sandbox.control = sandbox.control, None
@@ -271,6 +277,29 @@ class Core:
             sandbox.ended.set_result(None)
         level = logging.INFO if cause in (Cause.STOPPED, Cause.EXPIRED) else logging.WARNING
         log.log(level, "ended: %s", cause.value, extra={"sandbox_id": sandbox.id, "detail": detail})
+
+    def vanish(self, sandbox: Sandbox, error: DSecError, cause: Cause) -> None:
+        """Its kernel objects are gone and no creator ever had it: no tombstone, and whoever waited for it gets the error."""
+        if sandbox.state is State.ENDED:
+            return
+        sandbox.state, sandbox.kept, sandbox.ended_at = State.ENDED, False, time.time()
+        sandbox.cause, sandbox.detail = cause, error.message
+        if sandbox.journaled:
+            self.remove_records(sandbox)
+            try:
+                self.journal.write(lines.Gone(v=lines.VERSION, id=sandbox.id))
+            except DSecError as failed:
+                log.error("sandbox %s: %s", sandbox.id, failed)
+        control, sandbox.control = sandbox.control, None
+        if control is not None:
+            control.fail(error)
+        self.images.unpin(sandbox.id)
+        self.table.drop(sandbox)
+        if not sandbox.ready.done():
+            sandbox.ready.set_exception(error)
+            sandbox.ready.exception()
+        if not sandbox.ended.done():
+            sandbox.ended.set_result(None)
 
     def remove_records(self, sandbox: Sandbox) -> None:
         """Delete its directory under STATE."""

@@ -13,27 +13,37 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
-import msgspec
 from msgspec import UNSET
 
 from dsec.edge import journal as lines
 from dsec.edge import wire
-from dsec.edge.admission import raise_file_limit, resolve_limits
+from dsec.edge.admission import merge_limits, raise_file_limit, resolve_limits
 from dsec.edge.backends.base import Backend, ImageResolver, ResolvedImage, StartSpec, require
 from dsec.edge.backends.container import Container
 from dsec.edge.config import MIB, EdgeConfig
 from dsec.edge.cpu import CpuUse
 from dsec.edge.filesystem import Files
-from dsec.edge.lifecycle import PREFIX_LENGTH, SLOT_SIZE, Sandbox, Table, random_text
+from dsec.edge.lifecycle import PREFIX_LENGTH, SLOT_SIZE, Sandbox, Spoiled, Table, random_text
 from dsec.edge.packing import Packing
 from dsec.edge.pausing import Pausing
+from dsec.edge.pools import is_as
 from dsec.edge.pressure import Pressure
 from dsec.edge.recovery import Recovery
 from dsec.edge.snapshots import Snapshots
 from dsec.edge.specs import check_key, check_labels, check_lifetime, check_spec
 from dsec.edge.supervisor import ConnectionLost
 from dsec.edge.swap import Swap
-from libdsec.errors import DSecError, InvalidRequest, SandboxEnded, Unavailable, Unsupported
+from libdsec.errors import (
+    AtCapacity,
+    DSecError,
+    InvalidRequest,
+    LayerInvalid,
+    LayerNotFound,
+    ResourceExhausted,
+    SandboxEnded,
+    Unavailable,
+    Unsupported,
+)
 from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     BatchItem,
@@ -43,7 +53,6 @@ from libdsec.wire import (
     ErrorBody,
     ForkRequest,
     LeaseRequest,
-    Limits,
     SandboxInfo,
     SandboxSpec,
     State,
@@ -87,9 +96,10 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         self.counters.watch_cpu(self.admission.cpu, lambda name: float(sum(s.cpu_class is name for s in self.table.live())))
         try:
             self.load_snapshots()
+            self.load_pools()
             await self.recover(lines.load(config.journal))
             await self.look_at_disk()
-            await self.swap.open(bool(self.table.live()))
+            await self.swap.open(bool(self.table.taken))
         except lines.JournalError as error:
             raise Unavailable(str(error)) from error
         except BaseException:
@@ -97,6 +107,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
             raise
         self._sweeper = self.spawn(self.sweep(), "sweep")
         self.spawn(self.relieve(), "relieve")
+        await self.keep_pools()
 
     def make_backends(self, prefix: str) -> dict[str, Backend]:
         """The backends of this node, by name."""
@@ -106,11 +117,12 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
     async def close(self, stop_sandboxes: bool) -> None:
         """Stop admitting; stop the sandboxes or leave them running for the next edge; let go of everything else."""
         self.closing = True
+        await self.drain_pools()
         if stop_sandboxes:
             await self._stop_all(self.table.live())
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for sandbox in self.table.live():
+        for sandbox in (*self.table.live(), *self.table.pooled()):
             control, sandbox.control = sandbox.control, None
             if control is not None:
                 control.fail(Unavailable("the edge is stopping; the sandbox runs on", sandbox=sandbox.id))
@@ -134,6 +146,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
             version=self._version,
             edge=self.table.prefix,
             sandboxes=len(self.table),
+            pooled=len(self.table.pooled()),
             max_sandboxes=self.config.max_sandboxes,
             memory_available=self.admission.host.available,
             capabilities={name: dict(backend.capabilities) for name, backend in self.backends.items()},
@@ -203,6 +216,17 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
             raise Unavailable("the edge is stopping")
         if key is not None:
             check_key(key)
+        while True:
+            try:
+                return await self._create_once(spec, key, request_id)
+            except Spoiled:
+                continue  # what was taken from a pool is gone
+            except AtCapacity as full:
+                if not self.pools or not await self.give_way(full):
+                    raise
+
+    async def _create_once(self, spec: SandboxSpec, key: str | None, request_id: str | None) -> Sandbox:
+        if key is not None:
             known = self.table.by_key(key, spec)
             if known is not None:
                 if known.state is State.CREATING:
@@ -210,13 +234,19 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
                 return known
         sandbox, backend = self._place(spec, key)
         # in a task of its own: others may wait for the same sandbox, and what the launcher began must be finished or undone
-        self.spawn(self._make(sandbox, backend, request_id), f"create {sandbox.id}")
+        work = self._make(sandbox, backend, request_id) if sandbox.pool is None else self._give(sandbox, request_id)
+        self.spawn(work, f"create {sandbox.id}")
+        self.creating += 1
         try:
             await asyncio.shield(sandbox.ready)
         except asyncio.CancelledError:
             if key is None:  # its creator went away and left no key to come back with: nobody will ever use it
                 self._abandon(sandbox)
             raise
+        finally:
+            self.creating -= 1
+            if not self.creating:
+                self.quiet.set()
         return sandbox
 
     def _place(self, spec: SandboxSpec, key: str | None) -> tuple[Sandbox, Backend]:
@@ -236,49 +266,87 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         if source is not None:
             require(backend, "snapshot", "a sandbox of a snapshot")
         defaults = self.images.limits(spec.image) if source is None else source.limits
-        limits = resolve_limits(_or(spec.limits, defaults), self.config, self.admission.disk, memory_disk)
+        limits = resolve_limits(merge_limits(spec.limits, defaults), self.config, self.admission.disk, memory_disk)
         cpu_class = spec.cpu_class or (self.config.cpu_class if source is None else source.cpu_class)
         if cpu_class is CpuClass.BEST_EFFORT:
             require(backend, "cpu_class", "cpu_class=best_effort")
         if spec.name is not None:
             self.table.check_name(spec.name)
-        warnings = self.admission.admit(len(self.table), limits, memory_disk, cpu_class)
+        if self.pools and (pool := self.serves(spec, limits, cpu_class)) is not None:
+            warnings = self.admission.warn(self.table.taken, limits, memory_disk, cpu_class)
+            if (waiting := self.take(pool)) is not None:
+                waiting.begin(spec, key, warnings)
+                self._lifetimes(waiting)
+                self.table.hand_out(waiting)
+                return waiting, backend
+        warnings = self.admission.admit(self.table.taken, limits, memory_disk, cpu_class)
         sandbox_id = self.table.free_id()
         slot = self.table.take_slot() if source is None else self.table.hold_slot(source.slot)
         sandbox = Sandbox(sandbox_id, spec, limits, slot, self.config.run_of(sandbox_id), self.config.state_of(sandbox_id))
         sandbox.key, sandbox.warnings, sandbox.cpu_class = key, warnings, cpu_class
+        self._lifetimes(sandbox)
+        self.table.add(sandbox)
+        return sandbox, backend
+
+    def _lifetimes(self, sandbox: Sandbox) -> None:
+        spec = sandbox.spec
         lifetime = spec.max_lifetime if spec.max_lifetime is not None else self.config.max_lifetime
         sandbox.deadline = None if lifetime is None else sandbox.created_at + lifetime
         sandbox.idle_timeout = spec.idle_timeout if spec.idle_timeout is not None else self.config.idle_timeout
         sandbox.auto_pause = spec.auto_pause if spec.auto_pause is not None else self.config.auto_pause
-        self.table.add(sandbox)
-        return sandbox, backend
 
     async def _make(self, sandbox: Sandbox, backend: Backend, request_id: str | None) -> None:
         """From a place in the table to a running sandbox, or to nothing at all."""
-        spec = sandbox.spec
         try:
-            image = await self.resolve(spec)
+            image = await self.resolve(sandbox.spec)
             async with self._creating:
-                if sandbox.stopping is not None:
-                    raise _cancelled(sandbox)
-                # no wait between looking and pinning
-                self.images.pin([layer.digest for layer in image.layers], sandbox.id)
-                if any(layer.data is not None for layer in image.layers):
-                    await self.images.prepare(image)
-                start = self._describe(sandbox, image)
-                self._log_create(sandbox)
-                started = await backend.start(start)
-                sandbox.pid, sandbox.init_pid = started.pid, started.init_pid
-                sandbox.control = await self.connect(sandbox)
-            self.journal.write(lines.Ready(v=lines.VERSION, id=sandbox.id, pid=started.pid, init=started.init_pid))
+                await self._build(sandbox, backend, image)
+            self.journal.write(lines.Ready(v=lines.VERSION, id=sandbox.id, pid=sandbox.pid, init=sandbox.init_pid))
         except Exception as error:
-            if not isinstance(error, DSecError | ConnectionLost):
-                log.exception("creation failed", extra={"sandbox_id": sandbox.id, "request_id": request_id})
-            failed = error if isinstance(error, DSecError) else Unavailable(f"sandbox {sandbox.id}: {error}", sandbox=sandbox.id)
-            unclear = not isinstance(error, DSecError) or error.details.get("resource") in ("launcher", "journal")
-            await self._undo(sandbox, failed, clean=not unclear)
+            await self._undo(sandbox, error, request_id)
             return
+        await self._made(sandbox, request_id)
+
+    async def _build(self, sandbox: Sandbox, backend: Backend, image: ResolvedImage) -> None:
+        if sandbox.stopping is not None:
+            raise _cancelled(sandbox)
+        # no wait between looking and pinning
+        self.images.pin([layer.digest for layer in image.layers], sandbox.id)
+        if any(layer.data is not None for layer in image.layers):
+            await self.images.prepare(image)
+        start = self._describe(sandbox, image)
+        self._log_create(sandbox, pool=None if sandbox.pool is None else self.likeness())
+        started = await backend.start(start)
+        sandbox.pid, sandbox.init_pid = started.pid, started.init_pid
+        sandbox.control = await self.connect(sandbox)
+
+    async def make_ahead(self, sandbox: Sandbox) -> None:
+        """From a place among the pooled to one that waits there. What the creation raised, with nothing left."""
+        try:
+            await self._build(sandbox, self.backends[sandbox.backend], await self.resolve(sandbox.spec))
+        except Exception as error:
+            await self._undo(sandbox, error, None)
+            raise
+        if sandbox.state is State.CREATING:
+            sandbox.state = State.RUNNING
+
+    async def _give(self, sandbox: Sandbox, request_id: str | None) -> None:
+        """From a place in the table to a running sandbox, of one that waited; or to nothing at all."""
+        try:
+            image = await self.resolve(sandbox.spec)
+            if not is_as(sandbox, image):
+                raise Spoiled(f"sandbox {sandbox.id}: its image has changed", sandbox=sandbox.id)
+            self._log_create(sandbox, handed=True)  # from here on it is its creator's, and no other edge puts it back
+            await self.introduce(sandbox, image)
+            self.journal.write(lines.Ready(v=lines.VERSION, id=sandbox.id, pid=sandbox.pid, init=sandbox.init_pid))
+        except Exception as error:
+            told = error if isinstance(error, (InvalidRequest, LayerNotFound, LayerInvalid, ResourceExhausted)) else None
+            await self.spoil(sandbox, error, _cancelled(sandbox) if sandbox.stopping is not None else told)
+            return
+        sandbox.pool = None
+        await self._made(sandbox, request_id)
+
+    async def _made(self, sandbox: Sandbox, request_id: str | None) -> None:
         if sandbox.state is not State.CREATING:
             return  # it came up and ended before we looked
         sandbox.state = State.RUNNING
@@ -323,43 +391,30 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
             state_dir=sandbox.state_dir,
         )
 
-    def _log_create(self, sandbox: Sandbox) -> None:
+    def _log_create(self, sandbox: Sandbox, pool: str | None = None, handed: bool = False) -> None:
         sandbox.create = lines.Create(
             v=lines.VERSION, id=sandbox.id, spec=sandbox.spec, limits=sandbox.limits, image=sandbox.image, layers=sandbox.layers,
             user=sandbox.user, workdir=sandbox.workdir, backend=sandbox.backend, slot=sandbox.slot, at=sandbox.created_at,
             deadline=sandbox.deadline, idle=sandbox.idle_timeout, auto_pause=sandbox.auto_pause, key=sandbox.key, warnings=sandbox.warnings,
-            cpu_class=sandbox.cpu_class,
+            cpu_class=sandbox.cpu_class, pool=pool, handed=handed,
         )  # fmt: skip
         self.journal.write(sandbox.create)
         sandbox.journaled = True
 
-    async def _undo(self, sandbox: Sandbox, error: DSecError, clean: bool) -> None:
-        """A creation failed. The backend has removed what it made, unless it died over it (`clean` is False)."""
+    async def _undo(self, sandbox: Sandbox, error: Exception, request_id: str | None) -> None:
+        """A creation failed. The backend has removed what it made, unless it died over it."""
+        if not isinstance(error, DSecError | ConnectionLost):
+            log.exception("creation failed", extra={"sandbox_id": sandbox.id, "request_id": request_id})
+        failed = error if isinstance(error, DSecError) else Unavailable(f"sandbox {sandbox.id}: {error}", sandbox=sandbox.id)
+        unclear = not isinstance(error, DSecError) or error.details.get("resource") in ("launcher", "journal")
         if sandbox.state is State.ENDED:
             return  # it came up and ended before we looked
-        if sandbox.journaled:
-            if not clean:
-                try:
-                    await self.backends[sandbox.backend].reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, sandbox.spec.disk == "memory")
-                except (DSecError, ConnectionLost) as failed:
-                    log.error("sandbox %s: clean-up after a failed creation: %s", sandbox.id, failed)
-            self.remove_records(sandbox)
+        if sandbox.journaled and unclear:
             try:
-                self.journal.write(lines.Gone(v=lines.VERSION, id=sandbox.id))
-            except DSecError as failed:
-                log.error("sandbox %s: %s", sandbox.id, failed)
-        control, sandbox.control = sandbox.control, None
-        if control is not None:
-            control.fail(error)
-        self.images.unpin(sandbox.id)
-        self.table.drop(sandbox)
-        sandbox.state, sandbox.kept, sandbox.ended_at = State.ENDED, False, time.time()
-        sandbox.cause, sandbox.detail = sandbox.stopping or Cause.INFRA_LOST, error.message
-        if not sandbox.ready.done():
-            sandbox.ready.set_exception(error)
-            sandbox.ready.exception()
-        if not sandbox.ended.done():
-            sandbox.ended.set_result(None)
+                await self.backends[sandbox.backend].reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, sandbox.spec.disk == "memory")
+            except (DSecError, ConnectionLost) as left:
+                log.error("sandbox %s: clean-up after a failed creation: %s", sandbox.id, left)
+        self.vanish(sandbox, failed, sandbox.stopping or Cause.INFRA_LOST)
 
     def _abandon(self, sandbox: Sandbox) -> None:
         if sandbox.state is State.ENDED or sandbox.stopping is not None:
@@ -474,12 +529,6 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
 
 def _nanoseconds(seconds: float | None) -> int:
     return 0 if seconds is None else max(1, int(seconds * 1e9))
-
-
-def _or(asked: Limits, given: Limits) -> Limits:
-    """Each limit as asked for, or as the image gives it."""
-    own = {name: value for name in Limits.__struct_fields__ if (value := getattr(asked, name)) is not None}
-    return msgspec.structs.replace(given, **own)
 
 
 def _cancelled(sandbox: Sandbox) -> DSecError:

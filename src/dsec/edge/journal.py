@@ -47,6 +47,8 @@ class Create(Line, tag="create"):
     key: str | None = None
     warnings: list[str] = msgspec.field(default_factory=list)
     cpu_class: CpuClass = CpuClass.LATENCY
+    pool: str | None = None  # it waits in a pool: what its node was like. It has no `ready` line
+    handed: bool = False  # it came from a pool: until it is ready, its supervisor may not know its host name, environment and lifetimes
 
 
 class Ready(Line, tag="ready"):

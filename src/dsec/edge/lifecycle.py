@@ -6,6 +6,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from dsec.edge.journal import VERSION as JOURNAL_VERSION
 from dsec.edge.journal import Change, Create, Ended, Entry, Ready
@@ -13,6 +14,9 @@ from dsec.edge.supervisor import Control
 from dsec.edge.wire import Record
 from libdsec.errors import DSecError, IdempotencyConflict, NameInUse, ResourceExhausted, SandboxEnded, SandboxLost, SandboxNotFound
 from libdsec.wire import Cause, CpuClass, Health, Limits, SandboxInfo, SandboxSpec, State
+
+if TYPE_CHECKING:
+    from dsec.edge.pools import Pool
 
 SLOT_SIZE = 65536
 MAX_SLOTS = 32768
@@ -27,6 +31,12 @@ _LETTERS = bytes(_ALPHABET[byte % 36] for byte in range(256))
 def random_text(length: int) -> str:
     """Random characters of [a-z0-9]; some a little more likely than others, which ids do not mind."""
     return os.urandom(length).translate(_LETTERS).decode()
+
+
+class Spoiled(DSecError):
+    """What was taken from a pool is not what it should be: nobody has it, and another is made in its place."""
+
+    code, status, retryable = "unavailable", 503, True
 
 
 class Sandbox:
@@ -63,6 +73,7 @@ class Sandbox:
         "paused",
         "pid",
         "pinged",
+        "pool",
         "ready",
         "recovering",
         "refused",
@@ -123,6 +134,7 @@ class Sandbox:
         self.oom_events = 0
         self.paused = False
         self.pause_reason: str | None = None
+        self.pool: Pool | None = None  # it was made ahead, and is nobody's until its hand-out is done
         self.titles: OrderedDict[str, str] = OrderedDict()  # of its latest commands
         self.streams = 0  # connections of their own that are open now
         self.pinged = False  # a question whether its supervisor is alive is under way
@@ -131,6 +143,13 @@ class Sandbox:
         self.ready: asyncio.Future[None] = loop.create_future()  # created, or the error of the creation
         self.ended: asyncio.Future[None] = loop.create_future()
         self.waits: dict[str, asyncio.Task[Record | DSecError]] = {}  # one WAIT a command, whoever waits
+
+    def begin(self, spec: SandboxSpec, key: str | None, warnings: list[str]) -> None:
+        """One that waited in a pool becomes this creator's: its life begins now."""
+        self.spec, self.key, self.warnings = spec, key, warnings
+        self.name, self.labels = spec.name, spec.labels
+        self.state, self.created_at = State.CREATING, time.time()
+        self.ready = asyncio.get_running_loop().create_future()
 
     def info(self) -> SandboxInfo:
         """As listings show it."""
@@ -174,6 +193,8 @@ class Sandbox:
         if self.create is None:
             return None
         entry = Entry(self.create)
+        if self.pool is not None:
+            return entry
         if self.pid:
             entry.ready = Ready(v=JOURNAL_VERSION, id=self.id, pid=self.pid, init=self.init_pid)
         entry.change = self.change()
@@ -221,6 +242,7 @@ class Table:
         self.prefix = prefix
         self._all: dict[str, Sandbox] = {}
         self._live: dict[str, Sandbox] = {}
+        self._pooled: dict[str, Sandbox] = {}  # made ahead: nobody's, and in none of the others
         self._ended: OrderedDict[str, Sandbox] = OrderedDict()  # oldest end first
         self._names: dict[str, Sandbox] = {}
         self._keys: dict[str, Sandbox] = {}
@@ -235,8 +257,26 @@ class Table:
         """Ended sandboxes that are still known."""
         return len(self._ended)
 
+    @property
+    def taken(self) -> int:
+        """Sandboxes that there are now, those that wait in pools included."""
+        return len(self._live) + len(self._pooled)
+
     def __iter__(self) -> Iterator[Sandbox]:
         return iter(list(self._all.values()))
+
+    def pooled(self) -> list[Sandbox]:
+        """Every sandbox that was made ahead and waits."""
+        return list(self._pooled.values())
+
+    def add_pooled(self, sandbox: Sandbox) -> None:
+        """Enter one that is made ahead, whose slot was taken."""
+        self._pooled[sandbox.id] = sandbox
+
+    def hand_out(self, sandbox: Sandbox) -> None:
+        """One that waited has a creator."""
+        del self._pooled[sandbox.id]
+        self.add(sandbox)
 
     def live(self) -> list[Sandbox]:
         """Every sandbox that has not ended."""
@@ -335,6 +375,7 @@ class Table:
 
     def _release(self, sandbox: Sandbox) -> None:
         self._live.pop(sandbox.id, None)
+        self._pooled.pop(sandbox.id, None)
         if not sandbox.reserved:
             return
         sandbox.reserved = False

@@ -30,6 +30,11 @@ class Metrics:
         self._cpu_spare = Gauge("dsec_cpu_spare_ratio", "CPU left beside latency class and host, last minute", registry=registry)
         self.tombstones = Gauge("dsec_tombstones", "Ended sandboxes whose records are kept", registry=registry)
         self.damaged = Gauge("dsec_sandboxes_damaged", "Live sandboxes that broke their own shell or PID 1", registry=registry)
+        self._waiting = Gauge("dsec_pool_sandboxes", "Sandboxes that were made ahead and wait", registry=registry)
+        self._wanted = Gauge("dsec_pool_wanted", "How many the pools want", registry=registry)
+        self.pool_hits = Counter("dsec_pool_hits", "Creates that were served from a pool", registry=registry)
+        self.pool_misses = Counter("dsec_pool_misses", "Creates that a pool serves, but it was empty", registry=registry)
+        self._retired = Counter("dsec_pool_retired", "Pooled sandboxes that ended without an owner", ["reason"], registry=registry)
         self.connections = Gauge("dsec_streams_open", "Streams open to supervisors", registry=registry)
         self.created = Counter("dsec_sandboxes_created", "Sandboxes created", registry=registry)
         self.create_seconds = Histogram("dsec_create_seconds", "From the request to a ready sandbox", buckets=_CREATE, registry=registry)
@@ -77,6 +82,15 @@ class Metrics:
         if child is None:
             child = self.refused_names[code] = self._refused.labels(code)
         child.inc()
+
+    def watch_pools(self, waiting: Callable[[], float], wanted: Callable[[], float]) -> None:
+        """Gauges of the pools, read when somebody asks."""
+        self._waiting.set_function(waiting)
+        self._wanted.set_function(wanted)
+
+    def pool_retired(self, reason: str) -> None:
+        """A pooled sandbox ended without an owner."""
+        self._retired.labels(reason).inc()
 
     def watch(
         self, creating: Callable[[], float], running: Callable[[], float], tombstones: Callable[[], float], damaged: Callable[[], float]

@@ -10,9 +10,9 @@ import time
 
 from dsec.edge import journal as lines
 from dsec.edge import records, wire
-from dsec.edge.core import Core
 from dsec.edge.journal import Entry
 from dsec.edge.lifecycle import Sandbox
+from dsec.edge.pools import Pooling
 from dsec.edge.supervisor import ConnectionLost, Control
 from dsec.edge.wire import WireError
 from libdsec.errors import DSecError, LayerNotFound, WireVersion
@@ -26,7 +26,7 @@ _PING_TICKS = 10
 _OVERDUE = 5.0  # seconds past its deadline after which a sandbox is ended from here
 
 
-class Recovery(Core):
+class Recovery(Pooling):
     """See the module's text."""
 
     async def recover(self, entries: dict[str, Entry]) -> None:
@@ -36,10 +36,15 @@ class Recovery(Core):
             sandbox = Sandbox.restored(entry, config.run_of(sandbox_id), config.state_of(sandbox_id))
             if sandbox.reserved:
                 self.table.hold_slot(sandbox.slot)
-            self.table.add(sandbox)
+            if entry.create.pool is not None and entry.ended is None:
+                sandbox.pool = self.pool_for(sandbox)
+                self.table.add_pooled(sandbox)
+            else:
+                self.table.add(sandbox)
         self._drop_tombstones()
         self.journal.open(self.history())
-        live = self.table.live()
+        waiting = self.table.pooled()
+        live = [*self.table.live(), *waiting]
         gate = asyncio.Semaphore(_PARALLEL)
         reasons = dict(zip([s.id for s in live], await asyncio.gather(*(self._find(s, gate) for s in live)), strict=True))
         for sandbox in live:
@@ -48,18 +53,19 @@ class Recovery(Core):
         for backend in self.backends.values():
             await backend.open(self.survivor())
         await asyncio.gather(*(self._lost_while_away(s, why, gate) for s in live if (why := reasons[s.id]) is not None))
+        await asyncio.gather(*(self.put_back(sandbox, entries[sandbox.id].create.pool) for sandbox in waiting))
         for sandbox in live:
-            if sandbox.state is State.RUNNING and entries[sandbox.id].ready is None:
+            if sandbox.pool is None and sandbox.state is State.RUNNING and entries[sandbox.id].ready is None:
                 await self._half_made(sandbox)
         await self._remove_orphans()
 
     def history(self) -> list[Entry]:
         """What the journal has to remember."""
-        return [entry for sandbox in self.table if (entry := sandbox.entry()) is not None]
+        return [entry for sandbox in (*self.table, *self.table.pooled()) if (entry := sandbox.entry()) is not None]
 
     def survivor(self, cpu_class: CpuClass | None = None) -> int | None:
         """Pid of a supervisor (of this class) that lives now: whoever joins it shares the node's mounts."""
-        for sandbox in self.table.live():
+        for sandbox in (*self.table.live(), *self.table.pooled()):
             if cpu_class in (None, sandbox.cpu_class) and sandbox.pid and (sandbox.control is not None or sandbox.refused is not None):
                 return sandbox.pid
         return None
@@ -80,7 +86,8 @@ class Recovery(Core):
                 return f"its supervisor was gone when the edge restarted: {error}"
         if not sandbox.ready.done():
             sandbox.ready.set_result(None)
-        self.counters.reattached.inc()
+        if sandbox.pool is None:
+            self.counters.reattached.inc()
         return None
 
     async def _lost_while_away(self, sandbox: Sandbox, why: str, gate: asyncio.Semaphore) -> None:
@@ -95,7 +102,7 @@ class Recovery(Core):
 
     async def _half_made(self, sandbox: Sandbox) -> None:
         """The earlier edge died before it could say that this one is ready. Its creator can come back with a key, else nobody can."""
-        if sandbox.key is not None:
+        if sandbox.key is not None and (sandbox.create is None or not sandbox.create.handed or await self.introduced(sandbox)):
             self.journal.write(lines.Ready(v=lines.VERSION, id=sandbox.id, pid=sandbox.pid, init=sandbox.init_pid))
             return
         control, sandbox.control = sandbox.control, None
@@ -105,7 +112,7 @@ class Recovery(Core):
         await self.bury(sandbox, "the edge died while it was created")
 
     async def _remove_orphans(self) -> None:
-        known = [sandbox.id for sandbox in self.table]
+        known = [sandbox.id for sandbox in (*self.table, *self.table.pooled())]
         for backend in self.backends.values():
             for sandbox_id in await backend.orphans(known):
                 try:
