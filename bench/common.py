@@ -151,13 +151,15 @@ class Bench:
         README.write_text(before + "\n".join(body) + rest.partition(end)[2])
 
 
-def start(name: str, argv: Sequence[str] | None = None, *, sized: bool = False) -> Bench:
-    """Parse the command line of a bench. `sized`: it can be run at a size of the caller's."""
+def start(name: str, argv: Sequence[str] | None = None, *, sized: bool = False, timed: bool = False) -> Bench:
+    """Parse the command line of a bench. `sized`, `timed`: it can be run at a size, for a time of the caller's."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}")
     parser.add_argument("--quick", action="store_true", help="within 45 seconds, at a smaller size")
     parser.add_argument("--record", action="store_true", help="write the result into bench/README.md")
     if sized:
         parser.add_argument("--n", type=int, help="so many sandboxes, against the bars for a full node")
+    if timed:
+        parser.add_argument("--minutes", type=int, help="so long; the bars are then those of a shorter run and not the issue's")
     options = parser.parse_args(argv)
     if os.geteuid():
         parser.error("needs root")
@@ -165,6 +167,9 @@ def start(name: str, argv: Sequence[str] | None = None, *, sized: bool = False) 
     if sized and options.n is not None:
         made.n = options.n
         made.name = f"{name}-{options.n}"
+    if timed and options.minutes is not None:
+        made.n = options.minutes
+        made.name = f"{name}-{options.minutes}m"
     return made
 
 

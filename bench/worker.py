@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from bench.common import LAYERS
+from bench.common import LAYERS, percentile
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox, Stdout
 
 TRUE = ["/bin/true"]
@@ -56,6 +56,80 @@ async def batch(client: DSecClient, n: int) -> dict[str, Any]:
     created = time.perf_counter()
     await asyncio.gather(*(sandbox.stop() for sandbox in made))
     return {"n": n, "create_seconds": created - began, "stop_seconds": time.perf_counter() - created}
+
+
+async def creates(client: DSecClient, n: int, parallel: int, pool: bool) -> dict[str, Any]:
+    """`n` creates and nothing else, `parallel` at a time; `pool`: of a pool that is full when the first one comes, and filled meanwhile."""
+    hits = 0
+    if pool:
+        await client.set_pool(args(), n)
+        for _ in range(1200):
+            (info,) = await client.pools()
+            if info.ready == n:
+                break
+            await asyncio.sleep(0.05)
+        hits = info.hits
+    took: list[float] = []
+    made: list[Sandbox] = []
+    left = iter(range(n))
+
+    async def one() -> None:
+        for _ in left:
+            t = time.perf_counter()
+            made.append(await client.run_container(args()))
+            took.append(time.perf_counter() - t)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(parallel)))
+    seconds = time.perf_counter() - began
+    if pool:
+        hits = (await client.pools())[0].hits - hits
+        await client.set_pool(args(), 0)
+    await asyncio.gather(*(sandbox.stop() for sandbox in made))
+    return {"n": n, "seconds": seconds, "create": took, "hits": hits}
+
+
+async def churn(client: DSecClient, rate: float, seconds: float, parts: int) -> dict[str, Any]:
+    """create -> `true` -> stop, one begun every 1/`rate` seconds whatever became of the others. By parts of the time: latencies from the
+    moment when each was due, most at once, failures."""
+    total = int(rate * seconds)
+    found: list[dict[str, list[float]]] = [{"total": [], "create": []} for _ in range(parts)]
+    most, failed = [0] * parts, [0] * parts
+    said: list[str] = []
+    running: set[asyncio.Task[None]] = set()
+
+    async def one(due: float, part: int) -> None:
+        try:
+            sandbox = await client.run_container(args())
+            found[part]["create"].append(time.perf_counter() - due)
+            try:
+                await sandbox.exec(TRUE, check=True)
+            finally:
+                await sandbox.stop()
+            found[part]["total"].append(time.perf_counter() - due)
+        except Exception as error:  # the bench counts it, whatever it is
+            failed[part] += 1
+            if len(said) < 5:
+                said.append(repr(error))
+
+    began = time.perf_counter()
+    for number in range(total):
+        due = began + number / rate
+        if (wait := due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        part = number * parts // total
+        task = asyncio.ensure_future(one(due, part))
+        running.add(task)
+        task.add_done_callback(running.discard)
+        most[part] = max(most[part], len(running))
+    while running:
+        await asyncio.wait(running)
+    took = time.perf_counter() - began
+    ranks = {"p50": 50, "p99": 99, "worst": 100}
+    steps = [
+        {name: {key: percentile(values, rank) for key, rank in ranks.items() if values} for name, values in part.items()} for part in found
+    ]
+    return {"n": total, "seconds": took, "parts": steps, "most": most, "failed": failed, "said": said}
 
 
 async def hold(client: DSecClient, name: str, n: int, parallel: int = 1, **more: Any) -> list[float]:
@@ -143,7 +217,7 @@ async def memory(client: DSecClient) -> dict[str, int]:
 
 
 JOBS: dict[str, Callable[..., Awaitable[Any]]] = {
-    f.__name__: f for f in (create, batch, hold, release, execs, at_once, stream_out, stream_in, memory)
+    f.__name__: f for f in (create, batch, creates, churn, hold, release, execs, at_once, stream_out, stream_in, memory)
 }
 
 

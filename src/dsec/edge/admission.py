@@ -188,7 +188,7 @@ class Admission:
         return warnings
 
     def warn(self, live: int, limits: Limits, memory_disk: bool, cpu_class: CpuClass = CpuClass.LATENCY) -> list[str]:
-        """What the creator of one more beside `live` others should know. AtCapacity where it could not run, even if it were there already."""
+        """What the creator of one more beside `live` others should know. AtCapacity where it could hardly run, there or not."""
         self._refresh()
         config, host, left = self._config, self.host, self._left
         warnings: list[str] = []

@@ -60,7 +60,9 @@ _FILE = msgspec.json.Decoder(_File)
 class Pool:
     """One kind of sandbox, and how many of it wait."""
 
-    __slots__ = ("cpu_class", "error", "failures", "hits", "image", "limits", "making", "misses", "ready", "retry_at", "shape", "size", "spec")
+    __slots__ = (
+        "cpu_class", "error", "failures", "hits", "image", "limits", "making", "misses", "ready", "retry_at", "shape", "size", "spec",
+    )  # fmt: skip
 
     def __init__(self, spec: SandboxSpec, size: int, cpu_class: CpuClass) -> None:
         self.spec, self.size, self.cpu_class = spec, size, cpu_class
