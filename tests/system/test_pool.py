@@ -63,6 +63,7 @@ async def pooled(own: Node) -> AsyncIterator[DSecClient]:
             kind = DSecContainerRunArgs(
                 container_image=info.image, memory_limit_mb=info.limits.memory_mb, cpu_cores_limit=info.limits.cpu_cores,
                 disk_mb=info.limits.disk_mb, pids=info.limits.pids, init_user=info.user, workdir=info.workdir, disk=info.disk,
+                cpu_class=info.cpu_class,
             )  # fmt: skip
             await client.set_pool(kind, 0)
     await client.stop_all(everything=True)

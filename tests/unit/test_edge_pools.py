@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.edge_fake import FakeBackend, FakeEdge, FakeImages, config, spec
+from tests.unit.edge_fake import FakeEdge, FakeImages, config, spec
 
 from dsec.edge import wire
 from dsec.edge.wire import Fields
 from libdsec import errors
-from libdsec.wire import Limits, PoolInfo, PoolRequest, SandboxInfo, SandboxSpec, State
+from libdsec.wire import CpuClass, Limits, PoolInfo, PoolRequest, SandboxInfo, SandboxSpec, State
 
 
 @pytest.fixture
@@ -94,11 +94,12 @@ async def test_nobody_sees_one_until_it_is_handed_out(edge: FakeEdge) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"limits": Limits(memory_mb=17)}, {"user": "root"}, {"workdir": "/"}, {"disk": "memory"}, {"limits": Limits(memory_mb=16, pids=9)}],
+    [{"limits": Limits(memory_mb=17)}, {"user": "root"}, {"workdir": "/"}, {"disk": "memory"}, {"limits": Limits(memory_mb=16, pids=9)},
+     {"cpu_class": CpuClass.BEST_EFFORT}],
     ids=lambda other: next(iter(other)),
 )
 async def test_what_is_another_kind_is_made_as_ever(edge: FakeEdge, other: dict[str, object]) -> None:
-    FakeBackend.capabilities = {**FakeBackend.capabilities, "memory_disk": True}
+    edge.backend.capabilities = {**edge.backend.capabilities, "memory_disk": True, "cpu_class": True}
     await filled(edge, 1)
     ids = waiting(edge)
     made = await edge.create(SandboxSpec(**{"image": "base", "limits": Limits(memory_mb=16), **other}))  # type: ignore[arg-type]

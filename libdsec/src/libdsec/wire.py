@@ -136,7 +136,7 @@ class PoolRequest(Model):
 
 
 class PoolInfo(Reply):
-    """A pool, and how it does. `limits`, `user` and `workdir` as in effect."""
+    """A pool, and how it does. `limits`, `cpu_class`, `user` and `workdir` as in effect."""
 
     id: str
     image: str | None
@@ -144,6 +144,7 @@ class PoolInfo(Reply):
     backend: str
     disk: str
     limits: Limits
+    cpu_class: CpuClass
     user: str | None
     workdir: str | None
     size: int  # wanted

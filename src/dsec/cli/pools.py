@@ -16,6 +16,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Sandboxes t
 Image = Annotated[str, typer.Argument(help="Environment, layer or digest.")]
 Memory = Annotated[int | None, typer.Option(metavar="MB", help="Memory limit.")]
 Cpus = Annotated[float | None, typer.Option(help="CPU limit, in cores.")]
+CpuClass = Annotated[str | None, common.CPU_CLASS]
 Disk = Annotated[int | None, typer.Option(metavar="MB", help="Limit of the writable layer.")]
 Pids = Annotated[int | None, typer.Option(help="Process limit.")]
 User = Annotated[str | None, typer.Option("-u", "--user", help="[default: the image's]")]
@@ -28,6 +29,7 @@ def set_(
     size: Annotated[int, typer.Option(help="How many are kept ready; 0: none.")],
     memory: Memory = None,
     cpus: Cpus = None,
+    cpu_class: CpuClass = None,
     disk: Disk = None,
     pids: Pids = None,
     user: User = None,
@@ -35,15 +37,22 @@ def set_(
     as_json: Annotated[bool, common.JSON] = False,
 ) -> None:
     """Keep sandboxes ready for `dsec run` with the same image, limits, user and working directory. It goes on in the background."""
-    _show([_set(image, size, memory, cpus, disk, pids, user, workdir)], as_json)
+    _show([_set(image, size, memory, cpus, cpu_class, disk, pids, user, workdir)], as_json)
 
 
 @app.command("rm")
 def rm(
-    image: Image, memory: Memory = None, cpus: Cpus = None, disk: Disk = None, pids: Pids = None, user: User = None, workdir: Workdir = None
+    image: Image,
+    memory: Memory = None,
+    cpus: Cpus = None,
+    cpu_class: CpuClass = None,
+    disk: Disk = None,
+    pids: Pids = None,
+    user: User = None,
+    workdir: Workdir = None,
 ) -> None:
     """Keep none of this kind any more."""
-    print(_set(image, 0, memory, cpus, disk, pids, user, workdir).id)
+    print(_set(image, 0, memory, cpus, cpu_class, disk, pids, user, workdir).id)
 
 
 @app.command("ls")
@@ -57,13 +66,15 @@ def ls(as_json: Annotated[bool, common.JSON] = False) -> None:
 
 
 def _set(
-    image: str, size: int, memory: int | None, cpus: float | None, disk: int | None, pids: int | None, user: str | None, workdir: str | None
-) -> PoolInfo:
+    image: str, size: int, memory: int | None, cpus: float | None, cpu_class: str | None, disk: int | None, pids: int | None,
+    user: str | None, workdir: str | None,
+) -> PoolInfo:  # fmt: skip
     from libdsec import DSecContainerRunArgs
 
     args: DSecContainerRunArgs = DSecContainerRunArgs(
-        container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, disk_mb=disk, pids=pids, init_user=user, workdir=workdir
-    )
+        container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, cpu_class=cpu_class, disk_mb=disk, pids=pids, init_user=user,
+        workdir=workdir,
+    )  # fmt: skip
 
     async def work(client: DSecClient) -> PoolInfo:
         return await client.set_pool(args, size)

@@ -116,8 +116,9 @@ class Pool:
         spec, image = self.spec, self.image
         return PoolInfo(
             id=self.id, image=spec.image, layers=spec.layers, backend=spec.backend, disk=spec.disk, limits=self.limits or spec.limits,
-            user=spec.user or (image.user if image else None), workdir=spec.workdir or (image.workdir if image else None), size=self.size,
-            ready=len(self.ready), making=self.making, hits=self.hits, misses=self.misses, error=self.error,
+            cpu_class=self.cpu_class, user=spec.user or (image.user if image else None),
+            workdir=spec.workdir or (image.workdir if image else None), size=self.size, ready=len(self.ready), making=self.making,
+            hits=self.hits, misses=self.misses, error=self.error,
         )  # fmt: skip
 
 
