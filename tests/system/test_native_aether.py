@@ -409,3 +409,5 @@ def test_one_that_was_made_ahead_gets_its_names_once(node: Driver) -> None:
     with pytest.raises(Refused, match="was used"):
         box.connection.call(wire.F_LEASE, lease)
     box.connection.call(wire.F_LEASE, wire.u64(wire.T_IDLE_NS, 10**12))
+    box.stop()
+    fresh.stop()
