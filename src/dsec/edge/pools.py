@@ -306,12 +306,14 @@ class Pooling(Snapshots):
         going: list[Sandbox] = []
         while len(going) < count and (pool := max(self._all_pools(), key=lambda p: len(p.ready), default=None)) and pool.ready:
             going.append(pool.ready.popleft())
-        if not going and not self._leaving:
+        # one that is being made goes as soon as it is there
+        leaving = self._leaving | {sandbox.ended for sandbox in self.table.pooled() if sandbox.state is State.CREATING}
+        if not going and not leaving:
             return False
         if going:
             await self._retire_all(going, "pressure")
         else:
-            await asyncio.wait(set(self._leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
         self.admission.forget()
         return True
 
@@ -439,8 +441,9 @@ class Pooling(Snapshots):
         if sandbox.state is not State.RUNNING:
             return
         pool.error, pool.failures = None, 0
-        if self.closing or pool.short <= 0:
-            await self._retire(sandbox, "surplus")
+        pressed = time.monotonic() < self._held_until
+        if self.closing or pool.short <= 0 or pressed:
+            await self._retire(sandbox, "pressure" if pressed else "surplus")
         else:
             pool.ready.append(sandbox)
 
