@@ -59,6 +59,7 @@ def lines(edge: FakeEdge, sandbox_id: str) -> list[dict[str, object]]:
 
 
 async def test_nobody_sees_one_until_it_is_handed_out(edge: FakeEdge) -> None:
+    edge.backend.capabilities = {**edge.backend.capabilities, "pause_memory": True}
     await filled(edge, 2)
     ids = waiting(edge)
     assert edge.list() == [] and edge.list(state="all") == []
@@ -72,15 +73,16 @@ async def test_nobody_sees_one_until_it_is_handed_out(edge: FakeEdge) -> None:
     assert (node.sandboxes, node.pooled) == (0, 2)
     assert await edge.stop_many(None) == [] and waiting(edge) == ids
     before = time.time()
-    info = await edge.create(spec(name="n", labels={"a": "b"}, env={"X": "1"}, max_lifetime=50, idle_timeout=5), "key")
+    info = await edge.create(spec(name="n", labels={"a": "b"}, env={"X": "1"}, max_lifetime=50, idle_timeout=5, auto_pause=3), "key")
     assert info.id in ids and info.created_at >= before and info.deadline == info.created_at + 50 and info.idle_timeout == 5
     assert (info.name, info.labels, info.state, info.user, info.workdir) == ("n", {"a": "b"}, State.RUNNING, "app", "/srv")
     (lease,) = told(edge, info)
     assert lease.text(wire.T_HOSTNAME) == "n" and lease.texts(wire.T_ENV) == ["FROM=image", "X=1"]
+    assert lease.u64(wire.T_AUTO_PAUSE_NS) == 3 * 10**9 == info.auto_pause * 10**9  # type: ignore[operator]
     assert lease.u64(wire.T_IDLE_NS) == 5 * 10**9 and abs(lease.u64(wire.T_DEADLINE_NS) - info.deadline * 1e9) < 1e6
     first, second, ready = lines(edge, info.id)
     assert first["pool"] and "pool" not in second and second["key"] == "key" and second["handed"] and ready["t"] == "ready"
-    assert (await edge.create(spec(name="n", labels={"a": "b"}, env={"X": "1"}, max_lifetime=50, idle_timeout=5), "key")).id == info.id
+    assert (await edge.create(spec(name="n", labels={"a": "b"}, env={"X": "1"}, max_lifetime=50, idle_timeout=5, auto_pause=3), "key")).id == info.id
     with pytest.raises(errors.IdempotencyConflict):
         await edge.create(spec(), "key")
     with pytest.raises(errors.NameInUse):

@@ -235,7 +235,9 @@ class DSecClient:
 
         Labels, env, name, hostname and lifetimes of a sandbox are given when it is handed out; what `args` says of them is left out here.
         """
-        kind = dataclasses.replace(args, labels=None, env=None, name=None, hostname=None, max_lifetime=None, ttl_running_stop=None)
+        kind = dataclasses.replace(
+            args, labels=None, env=None, name=None, hostname=None, max_lifetime=None, ttl_running_stop=None, auto_pause=None
+        )
         return await self._api.call("PUT", "/v1/pools", PoolInfo, body=PoolRequest(spec=kind.spec(), size=size), safe=True)
 
     async def pools(self) -> PoolInfos:

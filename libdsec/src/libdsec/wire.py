@@ -129,7 +129,7 @@ class SnapshotRequest(Model):
 
 class PoolRequest(Model):
     """Keep `size` sandboxes of this kind ready; 0: no more. What is said at the hand-out is not part of `spec`: labels, env, name,
-    hostname, max_lifetime, idle_timeout."""
+    hostname, max_lifetime, idle_timeout, auto_pause."""
 
     spec: SandboxSpec
     size: int

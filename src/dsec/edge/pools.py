@@ -31,7 +31,7 @@ from libdsec.wire import Cause, CpuClass, Limits, PoolInfo, PoolRequest, Sandbox
 log = logging.getLogger("dsec.edge")
 VERSION = 1
 # What a creator may choose freely: it is applied at the hand-out. All else of a spec has to be as the pool's.
-AT_HAND_OUT = ("labels", "env", "name", "hostname", "max_lifetime", "idle_timeout")
+AT_HAND_OUT = ("labels", "env", "name", "hostname", "max_lifetime", "idle_timeout", "auto_pause")
 _LOOK = 1.0  # seconds between looks at the images and at the host
 _POLITE = 0.1  # seconds for which a fill waits for creators who wait
 _ANSWER = 2.0  # seconds in which a supervisor must take its new owner's names
@@ -283,6 +283,7 @@ class Pooling(Snapshots):
             text_field(wire.T_HOSTNAME, spec.hostname or spec.name or sandbox.id, "hostname")
             + wire.u64(wire.T_DEADLINE_NS, 0 if sandbox.deadline is None else int(sandbox.deadline * 1e9))
             + wire.u64(wire.T_IDLE_NS, 0 if sandbox.idle_timeout is None else max(1, int(sandbox.idle_timeout * 1e9)))
+            + wire.u64(wire.T_AUTO_PAUSE_NS, 0 if sandbox.auto_pause is None else max(1, int(sandbox.auto_pause * 1e9)))
             + env_fields({**image.env, **spec.env})
         )
         if control is None:
@@ -352,7 +353,8 @@ class Pooling(Snapshots):
         """What of this node goes into every sandbox: one that was made under another is not what would be made now."""
         if self._like is None:
             config = self.config
-            parts: list[object] = [config.shm_bytes, config.log_budget, config.uid_base, wire.WIRE_MAJOR, wire.WIRE_MINOR]
+            own = (config.shm_bytes, config.log_budget, config.uid_base, config.reclaim_after)
+            parts: list[object] = [*own, wire.WIRE_MAJOR, wire.WIRE_MINOR]
             for path in (config.aether, config.seccomp or config.run_dir / "seccomp.bpf"):
                 parts.append(hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None)
             self._like = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -504,8 +506,8 @@ def _key(spec: SandboxSpec) -> object:
 def _shape(spec: SandboxSpec) -> SandboxSpec:
     """What has to be equal as it stands; limits, user and workdir have to be equal in effect."""
     return msgspec.structs.replace(
-        spec, labels={}, env={}, name=None, hostname=None, max_lifetime=None, idle_timeout=None, limits=_PLAIN.limits, user=None,
-        workdir=None, cpu_class=None, network_rules={rule: on for rule, on in spec.network_rules.items() if on},
+        spec, labels={}, env={}, name=None, hostname=None, max_lifetime=None, idle_timeout=None, auto_pause=None, limits=_PLAIN.limits,
+        user=None, workdir=None, cpu_class=None, network_rules={rule: on for rule, on in spec.network_rules.items() if on},
     )  # fmt: skip
 
 
