@@ -26,7 +26,7 @@ from dsec.edge.filesystem import Files
 from dsec.edge.lifecycle import PREFIX_LENGTH, SLOT_SIZE, Sandbox, Spoiled, Table, random_text
 from dsec.edge.packing import Packing
 from dsec.edge.pausing import Pausing
-from dsec.edge.pools import is_as
+from dsec.edge.pool import is_as
 from dsec.edge.pressure import Pressure
 from dsec.edge.recovery import Recovery
 from dsec.edge.snapshots import Snapshots

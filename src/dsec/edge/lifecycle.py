@@ -16,7 +16,7 @@ from libdsec.errors import DSecError, IdempotencyConflict, NameInUse, ResourceEx
 from libdsec.wire import Cause, CpuClass, Health, Limits, SandboxInfo, SandboxSpec, State
 
 if TYPE_CHECKING:
-    from dsec.edge.pools import Pool
+    from dsec.edge.pool import Pool
 
 SLOT_SIZE = 65536
 MAX_SLOTS = 32768

@@ -22,6 +22,7 @@ from dsec.edge.backends.base import ImageResolver, ResolvedImage, require
 from dsec.edge.commands import env_fields, text_field
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lifecycle import Sandbox
+from dsec.edge.pool import AT_HAND_OUT, PLAIN, Pool, id_of, is_as, is_well, key_of, shape_of
 from dsec.edge.snapshots import Snapshots
 from dsec.edge.specs import check_spec
 from dsec.edge.supervisor import ConnectionLost
@@ -30,8 +31,6 @@ from libdsec.wire import Cause, CpuClass, Limits, PoolInfo, PoolRequest, Sandbox
 
 log = logging.getLogger("dsec.edge")
 VERSION = 1
-# What a creator may choose freely: it is applied at the hand-out. All else of a spec has to be as the pool's.
-AT_HAND_OUT = ("labels", "env", "name", "hostname", "max_lifetime", "idle_timeout", "auto_pause")
 _LOOK = 1.0  # seconds between looks at the images and at the host
 _POLITE = 0.1  # seconds for which a fill waits for creators who wait
 _ANSWER = 2.0  # seconds in which a supervisor must take its new owner's names
@@ -39,7 +38,6 @@ _AFTER_PRESSURE = 5.0  # seconds without a fill after the pools gave way
 _FILL, _YIELD = 1.0, 0.5  # `Admission.spare` above which pools are filled, below which they are emptied
 _AT_ONCE = 8
 _STOP = wire.text(wire.T_CAUSE, Cause.STOPPED.value)
-_PLAIN = SandboxSpec()
 
 
 class Decision(msgspec.Struct):
@@ -55,71 +53,6 @@ class _File(msgspec.Struct):
 
 
 _FILE = msgspec.json.Decoder(_File)
-
-
-class Pool:
-    """One kind of sandbox, and how many of it wait."""
-
-    __slots__ = (
-        "cpu_class", "error", "failures", "hits", "image", "limits", "making", "misses", "ready", "retry_at", "shape", "size", "spec",
-    )  # fmt: skip
-
-    def __init__(self, spec: SandboxSpec, size: int, cpu_class: CpuClass) -> None:
-        self.spec, self.size, self.cpu_class = spec, size, cpu_class
-        self.shape = _shape(spec)
-        self.ready: deque[Sandbox] = deque()  # oldest first
-        self.making = 0
-        self.image: ResolvedImage | None = None  # as the name was last resolved; None: it cannot be
-        self.limits: Limits | None = None
-        self.hits = self.misses = 0
-        self.error: str | None = None  # why it is not full
-        self.failures = 0
-        self.retry_at = 0.0
-
-    @property
-    def id(self) -> str:
-        """The same for the same request."""
-        return _id(self.spec)
-
-    @property
-    def short(self) -> int:
-        """How many it lacks."""
-        return self.size - len(self.ready) - self.making
-
-    def accepts(self, spec: SandboxSpec, shape: SandboxSpec, limits: Limits, cpu_class: CpuClass) -> bool:
-        """Whether a sandbox of this pool is what is asked for."""
-        image, own = self.image, self.spec
-        return (
-            image is not None
-            and shape == self.shape
-            and limits == self.limits
-            and cpu_class is self.cpu_class
-            and (spec.user or image.user) == (own.user or image.user)
-            and (spec.workdir or image.workdir) == (own.workdir or image.workdir)
-        )
-
-    def failed(self, error: Exception) -> None:
-        """A fill did not work: again after a while, which grows."""
-        self.failures += 1
-        self.error = error.message if isinstance(error, DSecError) else str(error) or type(error).__name__
-        self.retry_at = time.monotonic() + min(60.0, 0.5 * 2**self.failures)
-
-    def lost(self, sandbox: Sandbox, why: str) -> None:
-        """One of it ended by itself or by us."""
-        with contextlib.suppress(ValueError):
-            self.ready.remove(sandbox)
-        if sandbox.stopping is None:
-            log.warning("a pooled sandbox ended: %s", why, extra={"sandbox_id": sandbox.id})
-
-    def info(self) -> PoolInfo:
-        """As listings show it."""
-        spec, image = self.spec, self.image
-        return PoolInfo(
-            id=self.id, image=spec.image, layers=spec.layers, backend=spec.backend, disk=spec.disk, limits=self.limits or spec.limits,
-            cpu_class=self.cpu_class, user=spec.user or (image.user if image else None),
-            workdir=spec.workdir or (image.workdir if image else None), size=self.size, ready=len(self.ready), making=self.making,
-            hits=self.hits, misses=self.misses, error=self.error,
-        )  # fmt: skip
 
 
 class Pooling(Snapshots):
@@ -143,7 +76,7 @@ class Pooling(Snapshots):
         )
         for image, size in self.config.pools:
             spec = SandboxSpec(image=image)
-            self._configured.add(_id(spec))
+            self._configured.add(id_of(spec))
             self._resize(spec, size)
         try:
             kept = _FILE.decode((self.config.state_dir / "pools.json").read_bytes())
@@ -156,7 +89,7 @@ class Pooling(Snapshots):
             log.error("pools.json has version %d; this edge knows %d", kept.v, VERSION)
             return
         for decision in kept.pools:
-            self._decided[_id(decision.spec)] = decision
+            self._decided[id_of(decision.spec)] = decision
             self._resize(decision.spec, decision.size)
 
     async def keep_pools(self) -> None:
@@ -180,7 +113,7 @@ class Pooling(Snapshots):
         check_spec(spec)
         if spec.snapshot is not None:
             raise InvalidRequest("a pool is of an image or of layers, not of a snapshot", field="spec.snapshot")
-        given = [name for name in AT_HAND_OUT if getattr(spec, name) != getattr(_PLAIN, name)]
+        given = [name for name in AT_HAND_OUT if getattr(spec, name) != getattr(PLAIN, name)]
         if given:
             raise InvalidRequest(f"{', '.join(given)}: said by the creator of a sandbox, not by its pool", field=f"spec.{given[0]}")
         backend = self.backends.get(spec.backend)
@@ -224,21 +157,21 @@ class Pooling(Snapshots):
 
     def _same(self, spec: SandboxSpec) -> Pool | None:
         """The pool that serves what is asked for here, however that was said."""
-        shape = _shape(spec)
-        for pool in self.pools.get(_key(spec), ()):
+        shape = shape_of(spec)
+        for pool in self.pools.get(key_of(spec), ()):
             if pool.spec == spec or pool.accepts(spec, shape, self._limits(spec), self._cpu_class(spec)):
                 return pool
         return None
 
     def _resize(self, spec: SandboxSpec, size: int, pool: Pool | None = None) -> Pool:
-        found = pool or next((known for known in self.pools.get(_key(spec), ()) if known.spec == spec), None) or self._pool(spec)
+        found = pool or next((known for known in self.pools.get(key_of(spec), ()) if known.spec == spec), None) or self._pool(spec)
         found.size = size
-        of_image = [other for other in self.pools.get(_key(spec), ()) if other is not found]
+        of_image = [other for other in self.pools.get(key_of(spec), ()) if other is not found]
         if size:
             of_image.append(found)
-        self.pools.pop(_key(spec), None)
+        self.pools.pop(key_of(spec), None)
         if of_image:
-            self.pools[_key(spec)] = of_image
+            self.pools[key_of(spec)] = of_image
         self._wake.set()
         return found
 
@@ -256,10 +189,10 @@ class Pooling(Snapshots):
 
     def serves(self, spec: SandboxSpec, limits: Limits, cpu_class: CpuClass) -> Pool | None:
         """The pool of what is asked for."""
-        pools = self.pools.get(_key(spec))
+        pools = self.pools.get(key_of(spec))
         if pools is None or spec.snapshot is not None:
             return None
-        shape = _shape(spec)
+        shape = shape_of(spec)
         return next((pool for pool in pools if pool.accepts(spec, shape, limits, cpu_class)), None)
 
     def take(self, pool: Pool) -> Sandbox | None:
@@ -267,7 +200,7 @@ class Pooling(Snapshots):
         self._wake.set()
         while pool.ready:
             sandbox = pool.ready.popleft()
-            if _healthy(sandbox):
+            if is_well(sandbox):
                 pool.hits += 1
                 self.counters.pool_hits.inc()
                 return sandbox
@@ -322,7 +255,7 @@ class Pooling(Snapshots):
 
     def pool_for(self, sandbox: Sandbox) -> Pool:
         """The pool that it waits in; one that nobody wants when there is none any more."""
-        of_image = self.pools.get(_key(sandbox.spec), ())
+        of_image = self.pools.get(key_of(sandbox.spec), ())
         return next((pool for pool in of_image if pool.spec == sandbox.spec), None) or self._pool(sandbox.spec)
 
     async def put_back(self, sandbox: Sandbox, like: str | None) -> None:
@@ -330,7 +263,7 @@ class Pooling(Snapshots):
         pool = sandbox.pool
         if pool is None or sandbox.state is State.ENDED:
             return
-        if like == self.likeness() and pool.short > 0 and sandbox.cpu_class is pool.cpu_class and _healthy(sandbox):
+        if like == self.likeness() and pool.short > 0 and sandbox.cpu_class is pool.cpu_class and is_well(sandbox):
             pool.ready.append(sandbox)
         else:
             await self._retire(sandbox, "restart")
@@ -390,7 +323,7 @@ class Pooling(Snapshots):
             kept: deque[Sandbox] = deque()
             for sandbox in pool.ready:
                 as_wanted = pool.image is not None and is_as(sandbox, pool.image) and sandbox.limits == pool.limits
-                if not as_wanted or not _healthy(sandbox):
+                if not as_wanted or not is_well(sandbox):
                     gone.append((sandbox, "stale" if not as_wanted else "lost"))
                 elif len(kept) >= pool.size:
                     gone.append((sandbox, "surplus"))
@@ -475,44 +408,6 @@ class Pooling(Snapshots):
                 await self.bury(sandbox, "it did not obey a stop")
         finally:
             self._leaving.discard(sandbox.ended)
-
-
-def is_as(sandbox: Sandbox, image: ResolvedImage) -> bool:
-    """Whether a pooled sandbox is what its image stands for now."""
-    spec = sandbox.spec
-    return (
-        [layer.digest for layer in image.layers] == sandbox.layers
-        and (spec.user or image.user) == sandbox.user
-        and (spec.workdir or image.workdir) == sandbox.workdir
-    )
-
-
-def _healthy(sandbox: Sandbox) -> bool:
-    control = sandbox.control
-    return (
-        sandbox.state is State.RUNNING
-        and control is not None
-        and not control.closed
-        and sandbox.recovering is None
-        and sandbox.stopping is None
-        and not sandbox.damage
-    )
-
-
-def _key(spec: SandboxSpec) -> object:
-    return spec.image if spec.layers is None else tuple(spec.layers)
-
-
-def _shape(spec: SandboxSpec) -> SandboxSpec:
-    """What has to be equal as it stands; limits, user and workdir have to be equal in effect."""
-    return msgspec.structs.replace(
-        spec, labels={}, env={}, name=None, hostname=None, max_lifetime=None, idle_timeout=None, auto_pause=None, limits=_PLAIN.limits,
-        user=None, workdir=None, cpu_class=None, network_rules={rule: on for rule, on in spec.network_rules.items() if on},
-    )  # fmt: skip
-
-
-def _id(spec: SandboxSpec) -> str:
-    return hashlib.sha256(msgspec.json.encode(spec)).hexdigest()[:12]
 
 
 def _write(path: str, content: _File) -> None:
