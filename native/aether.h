@@ -121,7 +121,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t request, const uint8_
 
 struct request {                       // decoded fields of one request; text points into its payload
   uint32_t id;
-  const char *command, *shell, *session, *cwd, *user, *name, *cause, *reason, *hostname;
+  const char *command, *shell, *session, *cwd, *user, *name, *cause, *reason, *hostname, *path;
   const char **argv, **env;            // NULL terminated
   size_t argc, envc;
   uint64_t flags, rows, cols, timeout_ns, signal, scope, stream, offset, offset_err, length, follow, deadline_ns, idle_ns, auto_pause_ns;
@@ -157,6 +157,7 @@ struct command {
   pid_t pid;
   struct conn *feeder;                 // a connection whose STDIN frame waits
   uint64_t started, timeout_ns, deadline, grace, oom_before, pids_before; // CLOCK_MONOTONIC; counters at its start
+  uint64_t in_pipe;                    // inode of the pipe that was its stdin, 0: there was none
   uint64_t traced;                     // when to look again for whoever keeps its process from dying, 0: not at all
   int disk_seen, eof_in, draining;     // disk was full while it ran; close stdin when the feeder is done; in command_drain
   struct sub *subs;
@@ -240,6 +241,32 @@ void snapshot_start(struct conn *c, struct request *r);
 void snapshots_forget(const struct conn *c);               // it is gone, and with it who would use them
 void snapshots_end(void);
 int snapshot_under_way(void);
+int snapshot_freeze(struct fault *f);                      // 0: nothing inside runs; blocks
+
+// checkpoint.c: the memory of all running commands, while nothing inside runs. Called by the process that takes the snapshot
+int checkpoint_take(const char *dir, struct fault *f);
+struct memory {                        // DIR/<command>/command: what the other aether has to know
+  uint32_t magic, pid;                 // pid: inside
+  struct record rec;
+  uint64_t definition, timeout_ns, left_ns;  // left_ns: until its deadline, NEVER: it has none
+  uint64_t pipe[3];                    // inodes of stdin, stdout, stderr; 0: not a pipe of ours
+  int32_t last_pid;
+  uint8_t shell, stop, input, cpu_class; // input: its stdin can still be written
+};
+#define MEMORY_MAGIC 0x316d6564        // "dem1"
+#define MEMORY_FILE "command"
+#define INPUT_FILE "input"             // what was in the pipe of its stdin
+
+uint64_t pipe_inode(int fd);            // 0: it is no pipe
+uint8_t *number_in(uint8_t *p, uint8_t *end, const unsigned *path); // in a message of protobuf: fields from the outside in, 0 at the end
+
+// wipe.c: pages that a fork empties are emptied in the images of this process
+int images_wipe(int dir, int32_t pid, int32_t inner, struct fault *f);
+
+// restore.c: commands that go on in this sandbox, which is new
+void restore_start(struct conn *c, struct request *r);
+void restore_forget(const struct conn *c);
+uint64_t restore_tick(void);
 
 // pause.c ----------------------------------------------------------------------------------------------------------------------------
 #define REASON_ASKED "asked"          // why a sandbox was paused or gave memory back

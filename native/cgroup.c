@@ -216,6 +216,11 @@ int class_take(const struct spec *spec, struct fault *f) {
   return fault_host(f, errno, "let a process of %s yield to all others", spec->id);
 }
 
+void class_give(const struct spec *spec, pid_t thread) {
+  const struct sched_param none = {0};
+  if (node.idle_by == IDLE_BY_POLICY) sched_setscheduler(thread, spec->cpu_class == CPU_BEST_EFFORT ? SCHED_IDLE : SCHED_OTHER, &none);
+}
+
 void cgroup_reclaim(struct sandbox *s) {
   int v1 = s->box->v1[CG_MEMORY];
   char text[32];

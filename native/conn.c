@@ -298,6 +298,7 @@ static void unlink_conn(struct conn *c) {
   snapshots_forget(c);
   pause_forget(c);
   reclaim_forget(c);
+  restore_forget(c);
   while (c->subs) sub_drop(c->subs);
   if (c->pumping)
     for (struct conn **p = &pumps; *p; p = &(*p)->next_pump)

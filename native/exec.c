@@ -90,6 +90,7 @@ static int start(struct command *cmd, struct request *r, struct fault *f) {
     cmd->chan[i]->cmd = cmd;
     fds[0] = -1;
   }
+  if (!cmd->pty && e.in[0] >= 0) cmd->in_pipe = pipe_inode(e.in[0]);
   struct entry entry = {
     .argv = r->shell ? NULL : r->argv, .env = r->envc ? r->env : NULL, .shell_text = r->shell, .cwd = r->cwd, .user = r->user,
     .in = cmd->pty ? e.out[1] : e.in[0], .out = e.out[1], .err = e.err[1] >= 0 ? e.err[1] : e.out[1], .tty = cmd->pty,

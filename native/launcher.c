@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <getopt.h>
+#include <linux/mount.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -30,9 +31,9 @@
 #endif
 #define SEALS (F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)
 
-struct node node = {.control = CONTROL, .host_ns = -1, .own_ns = -1, .init_fd = -1, .medium = -1, .qgroups = -1,
+struct node node = {.control = CONTROL, .host_ns = -1, .own_ns = -1, .init_fd = -1, .medium = -1, .qgroups = -1, .criu = -1, .join = -1, .cache = -1,
                     .loader = -1, .fill_ms = 30000};
-extern const char init_start[], init_end[];
+extern const char init_start[], init_end[], join_start[], join_end[];
 
 static uint8_t request[sizeof(struct frame) + WIRE_MAX];
 static uint8_t reply[4096];
@@ -63,19 +64,29 @@ static int run_sealed(char **argv, struct fault *f) {
   return fault_host(f, errno, "run the program from memory");
 }
 
-static int make_init(struct fault *f) {
-  size_t n = (size_t)(init_end - init_start);
-  node.init_fd = program_memfd("init");
-  if (node.init_fd < 0 || write(node.init_fd, init_start, n) != (ssize_t)n || fchmod(node.init_fd, 0111) || fcntl(node.init_fd, F_ADD_SEALS, SEALS))
-    return fault_host(f, errno, "make the program of PID 1");
+static int embedded(const char *name, const char *start, const char *end, mode_t mode, int *fd, struct fault *f) {
+  size_t n = (size_t)(end - start);
+  int made = program_memfd(name);
+  if (made < 0 || write(made, start, n) != (ssize_t)n || fchmod(made, mode) || fcntl(made, F_ADD_SEALS, SEALS))
+    return fault_host(f, errno, "make the program %s", name);
   // a descriptor for reading only: one open for writing would refuse the exec
   char path[64];
-  snprintf(path, sizeof path, "/proc/self/fd/%d", node.init_fd);
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return fault_host(f, errno, "open the program of PID 1");
-  close(node.init_fd);
-  node.init_fd = fd;
+  snprintf(path, sizeof path, "/proc/self/fd/%d", made);
+  *fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (*fd < 0) return fault_host(f, errno, "open the program %s", name);
+  close(made);
   return 0;
+}
+
+// A tree of its own with nothing above it, as criu keeps it open while it is inside a sandbox.
+static int take_criu(const char *path, struct fault *f) {
+  struct mount_attr a = {.attr_set = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV};
+  node.criu = open_tree(AT_FDCWD, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
+  if (node.criu < 0 || mount_setattr(node.criu, "", AT_EMPTY_PATH, &a, sizeof a)) return fault_host(f, errno, "take criu in %s", path);
+  const char *const options[] = {"source", "criu", "size", "256k", "mode", "0700", NULL}; // it keeps that on a tmpfs only
+  if ((node.cache = fs_mount("tmpfs", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC)) < 0)
+    return fault_host(f, errno, "mount the cache of criu");
+  return embedded("join", join_start, join_end, 0444, &node.join, f);
 }
 
 static int read_filter(const char *path, struct fault *f) {
@@ -104,7 +115,7 @@ static void default_signals(void) {
   for (int n = 1; n <= 64; n++) syscall(SYS_rt_sigaction, n, &none, NULL, sizeof none.mask);
 }
 
-static int prepare(const char *filter, pid_t join, const pid_t *cores, char **argv, struct fault *f) {
+static int prepare(const char *filter, const char *criu, pid_t join, const pid_t *cores, char **argv, struct fault *f) {
   struct rlimit files;
   if (run_sealed(argv, f) || prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)) return fault_host(f, errno, "become undumpable");
   prctl(PR_SET_NAME, "aether", 0, 0, 0);
@@ -112,7 +123,8 @@ static int prepare(const char *filter, pid_t join, const pid_t *cores, char **ar
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
   }
-  if (null_streams(f) || make_init(f) || read_filter(filter, f) || cgroup_open(f)) return -1;
+  if (null_streams(f) || embedded("init", init_start, init_end, 0111, &node.init_fd, f) || read_filter(filter, f) || cgroup_open(f)) return -1;
+  if (criu && take_criu(criu, f)) return -1;
   if ((node.host_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the mount namespace");
   if (join ? root_join(join, f) : root_make(f)) return -1;
   if ((node.own_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the mount namespace");
@@ -251,8 +263,8 @@ static int loop(void) {
 int launcher_main(int argc, char **argv) {
   static const struct option options[] = {{"run", 1, NULL, 'r'}, {"state", 1, NULL, 's'}, {"cgroup", 1, NULL, 'c'},
                                           {"seccomp", 1, NULL, 'f'}, {"join", 1, NULL, 'j'}, {"core", 1, NULL, 'k'}, {"idle-by", 1, NULL, 'i'},
-                                          {"fill-ms", 1, NULL, 'd'}, {"fill-by", 1, NULL, 'b'}, {0}};
-  const char *filter = NULL;
+                                          {"fill-ms", 1, NULL, 'd'}, {"fill-by", 1, NULL, 'b'}, {"criu", 1, NULL, 'm'}, {0}};
+  const char *filter = NULL, *criu = NULL;
   pid_t join = 0, cores[CPU_CLASSES] = {0};
   node.title = argv[0];
   node.title_size = (size_t)(argv[argc - 1] + strlen(argv[argc - 1]) - argv[0]);
@@ -266,6 +278,7 @@ int launcher_main(int argc, char **argv) {
     case 'k': if (sscanf(optarg, "%d,%d", &cores[CPU_LATENCY], &cores[CPU_BEST_EFFORT]) != 2) return 2; break;
     case 'i': node.idle_by = !strcmp(optarg, "policy") ? IDLE_BY_POLICY : IDLE_BY_GROUP; break;
     case 'b': node.fill_by = !strcmp(optarg, "fuse") ? FILL_FUSE : !strcmp(optarg, "fanotify") ? FILL_FANOTIFY : FILL_AUTO; break;
+    case 'm': criu = optarg; break;
     case 'd': node.fill_ms = strtoull(optarg, NULL, 10); break;
     default: return 2;
   }
@@ -274,7 +287,7 @@ int launcher_main(int argc, char **argv) {
     return 2;
   }
   struct fault f = {0};
-  if (prepare(filter, join, cores, argv, &f)) {
+  if (prepare(filter, criu, join, cores, argv, &f)) {
     fprintf(stderr, "launcher: %s\n", f.message);
     answer(F_ERROR, 0, &f);
     return 1;

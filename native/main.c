@@ -1,5 +1,5 @@
 // aether: the C side of dsec in one static binary.
-//   aether launcher --run DIR --state DIR --cgroup NAME --seccomp FILE [--join PID] [--fill-ms N] [--fill-by HOW]
+//   aether launcher --run DIR --state DIR --cgroup NAME --seccomp FILE [--join PID] [--fill-ms N] [--fill-by HOW] [--criu DIR]
 //                  (control socket: descriptor 3)
 //   aether version
 #include <stdio.h>
@@ -13,6 +13,6 @@ int main(int argc, char **argv) {
     printf("wire %d.%d\n", WIRE_MAJOR, WIRE_MINOR);
     return 0;
   }
-  fprintf(stderr, "usage: %s launcher --run DIR --state DIR --cgroup NAME --seccomp FILE [--join PID] [--fill-ms N] [--fill-by HOW] | version\n", argv[0]);
+  fprintf(stderr, "usage: %s launcher --run DIR --state DIR --cgroup NAME --seccomp FILE [--join PID] [--fill-ms N] [--fill-by HOW] [--criu DIR] | version\n", argv[0]);
   return 2;
 }

@@ -278,38 +278,84 @@ static int join(const struct setup *u, struct fault *f) {
 static int give_up(const struct setup *u, struct fault *f) {
   const struct sandbox *s = u->s;
   const struct account nobody = {.name = "root"};
-  if (s->userns_fd >= 0 && setns(s->userns_fd, CLONE_NEWUSER)) return fault_host(f, errno, "enter the user namespace");
+  if (s->userns_fd >= 0 && !s->spec.own_pids && setns(s->userns_fd, CLONE_NEWUSER)) return fault_host(f, errno, "enter the user namespace");
   if (privilege_cut(&nobody, 1, f)) return -1;
   // after the last change of credentials, which would clear it: PID 1, and with it everything inside, dies with aether
   if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) || prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)) return fault_set(f, "internal", errno, "bind PID 1 to its supervisor");
   return 0;
 }
 
+static void __attribute__((noreturn)) become_init(const struct setup *u, struct fault *f) {
+  static char *const argv[] = {(char *)"init", NULL}, *const env[] = {NULL};
+  if (give_up(u, f)) fail(u->status, f);
+  // was aether gone before the death signal was set, nobody reads this pipe any more
+  if (write(u->status, f, sizeof *f) != sizeof *f) _exit(2);
+  if (close_range(0, ~0u, CLOSE_RANGE_CLOEXEC) || filter_load(&init_filter)) {
+    fault_set(f, "internal", errno, "load the filter of PID 1");
+    fail(u->status, f);
+  }
+  execveat(node.init_fd, "", argv, env, AT_EMPTY_PATH);
+  fault_set(f, "internal", errno, "start PID 1");
+  fail(u->status, f);
+  __builtin_unreachable();
+}
+
+// A pid namespace that the sandbox's user namespace owns, in which a process without any right on the host may choose pids (restore.c). PID 1
+// has to be born by somebody who is in the user namespace already, and /proc be mounted by somebody who is not. All are aether's children.
+static int own_pids(struct setup *u, struct fault *f) {
+  int go[2];
+  char byte;
+  if (pipe2(go, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
+  struct clone_args a = {.flags = CLONE_PARENT | CLONE_VFORK};
+  pid_t helper = sys_clone3(&a);
+  if (!helper) {
+    struct clone_args one = {.flags = CLONE_PARENT};
+    int bad = setns(u->s->userns_fd, CLONE_NEWUSER) || unshare(CLONE_NEWPID);
+    pid_t init = bad ? -1 : sys_clone3(&one);
+    if (!init) {
+      close(go[1]);
+      if (read(go[0], &byte, 1) != 1) _exit(2);
+      become_init(u, f);
+    }
+    if (init > 0) u->own->init = init;
+    else u->own->err = errno;
+    _exit(0);
+  }
+  int err = helper < 0 ? errno : u->own->err;
+  if (helper > 0) u->own->helper = helper;
+  int pidfd = u->own->init > 0 ? sys_pidfd_open(u->own->init) : -1;
+  if (pidfd >= 0 && setns(pidfd, CLONE_NEWPID)) { err = errno; close_fd(&pidfd); }
+  if (pidfd < 0) return fault_host(f, err ? err : errno, "make the pid namespace of %s", u->s->spec.id);
+  close(pidfd);
+  close(go[0]);
+  pid_t mounter = fork();              // /proc shows the pid namespace of whoever mounts it
+  if (!mounter) {
+    if (proc(u->s, f)) fail(u->status, f);
+    _exit(0);
+  }
+  int status = 0;
+  if (mounter < 0) return fault_host(f, errno, "start a process in %s", u->s->spec.id);
+  while (waitpid(mounter, &status, 0) < 0 && errno == EINTR) {}
+  if (status) _exit(2);                // it has said why
+  return write(go[1], "", 1) == 1 ? 0 : fault_set(f, "internal", errno, "PID 1 of %s died while it was made", u->s->spec.id);
+}
+
 void setup_child(struct setup *u) {
   struct sandbox *s = u->s;
   struct fault f = {0};
-  static char *const argv[] = {(char *)"init", NULL}, *const env[] = {NULL};
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, NULL);
   umask(0);
-  if ((u->dev = own_copy(NODE_DEV, s, &f)) < 0 || overlay(s, &f) || devices(u, &f) || proc(s, &f) ||
+  if ((u->dev = own_copy(NODE_DEV, s, &f)) < 0 || overlay(s, &f) || devices(u, &f) || (!s->spec.own_pids && proc(s, &f)) ||
       directory(s, "/tmp", 01777, &f) || join(u, &f))
     fail(u->status, &f);
   if (sethostname(s->spec.hostname, strlen(s->spec.hostname))) { fault_host(&f, errno, "set the host name"); fail(u->status, &f); }
+  if (s->spec.own_pids && own_pids(u, &f)) fail(u->status, &f);
   // aether looks at the new root now, while this goes on
   if (write(u->status, &f, sizeof f) != sizeof f) _exit(2);
-  if (give_up(u, &f)) fail(u->status, &f);
-  // was aether gone before the death signal was set, nobody reads this pipe any more
-  if (write(u->status, &f, sizeof f) != sizeof f) _exit(2);
-  if (close_range(0, ~0u, CLOSE_RANGE_CLOEXEC) || filter_load(&init_filter)) {
-    fault_set(&f, "internal", errno, "load the filter of PID 1");
-    fail(u->status, &f);
-  }
-  execveat(node.init_fd, "", argv, env, AT_EMPTY_PATH);
-  fault_set(&f, "internal", errno, "start PID 1");
-  fail(u->status, &f);
-  __builtin_unreachable();
+  if (s->spec.own_pids) _exit(0);
+  become_init(u, &f);
 }
 
 int netns_make(struct fault *f) {

@@ -33,6 +33,8 @@ struct node {
   int idle_by;                         // IDLE_BY_*
   struct { pid_t pid; int fd; } core[CPU_CLASSES]; // whoever holds the cookie of a class; fd -1: no core scheduling here
   int medium, qgroups;                 // NODE_MEDIUM, and its /sys directory of quota groups; -1: not mounted
+  int criu, join, cache;               // directory with criu and its libraries, what is loaded into it, what it finds out about the
+                                       // kernel; -1: there is none
   int loader;                          // pidfd of the loader, -1: none
   int fill_by;                         // FILL_*
   uint64_t fill_ms;                    // a read of a layer whose data does not come in this time fails
@@ -53,6 +55,7 @@ int cgroup_make(struct sandbox *s, struct fault *f);                  // the v2 
 int cgroup_limit(struct sandbox *s, struct fault *f);                 // the v1 groups, and all limits
 int cgroup_join(const struct spec *spec, struct fault *f);            // from a process that has only the node's descriptors
 int class_take(const struct spec *spec, struct fault *f);             // SCHED_IDLE, where groups cannot make best effort yield
+void class_give(const struct spec *spec, pid_t thread);               // the same, for one that came from a sandbox of another class
 void cgroup_reclaim(struct sandbox *s);                               // gives back what it can; may take long
 void cgroup_swap(struct sandbox *s, int on);                          // v2: whether its pages may go out now
 void cgroup_kill(int v2);
@@ -88,7 +91,8 @@ int root_join(pid_t aether, struct fault *f);
 int host_open(const char *path, int flags);                           // a path of the host, from our namespace
 
 // mounts.c: the process that becomes PID 1
-struct setup { struct sandbox *s; int status, go, aether, dev; };     // go: a byte when cgroups and network namespace are there to be joined
+struct own_pids { pid_t init, helper; int err; };                     // shared: who PID 1 is when the setup process does not become it
+struct setup { struct sandbox *s; struct own_pids *own; int status, go, aether, dev; }; // go: a byte when cgroups and network namespace are there to be joined
 void setup_child(struct setup *u) __attribute__((noreturn));
 int netns_make(struct fault *f);                                      // this process moves into a new one with loopback
 int hosts_text(const struct sandbox *s, char *text, size_t cap);      // of /etc/hosts
@@ -109,8 +113,23 @@ int account_find(int root, const char *user, int limited, struct account *a, str
 
 // privilege.c
 int privilege_cut(const struct account *a, int all, struct fault *f); // takes the user and the capability set (all: none is left)
+uint64_t privilege_most(void);                                        // capabilities that a command may have
 int filter_load(const struct sock_fprog *filter);
 extern const struct sock_fprog init_filter;
+
+// criu.c: a process of criu, inside a sandbox
+#define CRIU_PIPES 3
+struct criu {
+  const char *const *args;             // behind the ones that every run has
+  const char *images;                  // their directory
+  int restore;                         // without any right on the host, in `group` and the limits of the sandbox, its tasks are our children
+  int group, log;                      // log: what it says goes there
+  int pipes[CRIU_PIPES], npipes;       // become CRIU_PIPE and following
+  int32_t last_pid;                    // restore: pids from the next one on are criu's own, 0: as it comes; else what the sandbox gave last
+};
+enum { CRIU_PIPE = 110, CRIU_GROUP = 104 };
+pid_t criu_start(struct sandbox *s, struct criu *c, int *pidfd, struct fault *f);
+void criu_reason(int log, char *to, size_t cap);                      // the first thing that it complains about
 
 // reap.c: cgroups, writable layer, run directory; reap() ends a supervisor that still lives first
 int sandbox_sweep(const struct spec *spec, struct fault *f);

@@ -43,6 +43,7 @@ static int one(struct order *o, uint8_t type, const struct item *i) {
     case T_STATE_DIR: return text(i, &c->state_dir);
     case T_MEDIUM: return flag(i, &c->medium);
     case T_USERNS: return flag(i, &c->userns);
+    case T_OWN_PIDS: return flag(i, &c->own_pids);
     case T_UID_BASE: return number32(i, &c->uid_base);
     case T_CPU_MILLI: return number32(i, &c->cpu_milli);
     case T_CPU_CLASS: return number32(i, &c->cpu_class);
@@ -106,6 +107,7 @@ int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f
   if (*c->workdir != '/') return fault_set(f, "invalid_request", 0, "the working directory %.120s is not absolute", c->workdir);
   if (!c->user || !*c->user) c->user = "root";
   if (!c->shm_bytes) c->shm_bytes = 64u << 20;
+  if (c->own_pids && !c->userns) return fault_set(f, "invalid_request", 0, "OWN_PIDS needs a user namespace");
   if (c->userns && c->uid_base < 65536) return fault_set(f, "invalid_request", 0, "UID_BASE %u would map ids of the host", c->uid_base);
   return 0;
 }

@@ -17,7 +17,7 @@ static const uint16_t none[] = {0}, hello[] = {T_VERSION_MAJOR, T_VERSION_MINOR,
   attach[] = {T_COMMAND, T_OFFSET, T_OFFSET_ERR, T_FOLLOW, 0}, log_range[] = {T_COMMAND, T_STREAM, T_OFFSET, T_LENGTH, 0},
   input[] = {T_COMMAND, T_BYTES, 0}, resize[] = {T_COMMAND, T_ROWS, T_COLS, 0}, sig[] = {T_COMMAND, T_SIGNAL, T_SCOPE, 0},
   session[] = {T_NAME, T_CWD, T_ENV, T_USER, 0}, name[] = {T_NAME, 0}, lease[] = {T_DEADLINE_NS, T_IDLE_NS, T_AUTO_PAUSE_NS, T_HOSTNAME, T_ENV, 0}, stop[] = {T_CAUSE, T_MESSAGE, T_REASON, 0},
-  memory[] = {T_IDLE_NS, T_REASON, 0};
+  memory[] = {T_IDLE_NS, T_REASON, 0}, checkpoint[] = {T_NAME, T_PATH, 0}, restore[] = {T_PATH, 0};
 
 static const uint16_t *allowed(uint8_t type) {
   switch (type) {
@@ -32,6 +32,8 @@ static const uint16_t *allowed(uint8_t type) {
     case F_SESSION_OPEN: return session;
     case F_SESSION_CLOSE: case F_SNAPSHOT: return name;
     case F_LEASE: return lease;
+    case F_CHECKPOINT: return checkpoint;
+    case F_RESTORE: return restore;
     case F_STOP: return stop;
     case F_SUBSCRIBE: case F_LIST: case F_STAT: case F_SESSION_LIST: case F_RESUME: return none;
     case F_PAUSE: case F_RECLAIM: return memory;
@@ -52,6 +54,7 @@ static int take(struct request *r, const struct item *it) {
     case T_USER: return text(it, &r->user);
     case T_NAME: return text(it, &r->name);
     case T_HOSTNAME: return text(it, &r->hostname);
+    case T_PATH: return text(it, &r->path);
     case T_CAUSE: return text(it, &r->cause);
     case T_REASON: return text(it, &r->reason);
     case T_MESSAGE: return field_text(it, &s);
@@ -335,6 +338,11 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     case F_LEASE: set_lease(c, &r); break;
     case F_STOP: stop_now(c, &r); break;
     case F_SNAPSHOT: snapshot_start(c, &r); break;
+    case F_CHECKPOINT:
+      if (!r.path || *r.path != '/') conn_error(c, r.id, "invalid_request", 0, "CHECKPOINT: a directory is needed");
+      else snapshot_start(c, &r);
+      break;
+    case F_RESTORE: restore_start(c, &r); break;
     case F_PAUSE: pause_start(c, &r); break;
     case F_RECLAIM: reclaim_request(c, &r); break;
     case F_RESUME: conn_ok(c, id); break;

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -83,17 +84,33 @@ static int inspect_root(struct sandbox *s, struct fault *f) {
   return 0;
 }
 
+// PID 1 was made by the setup process, which ends.
+static int take_over(struct sandbox *s, const struct own_pids *own, struct fault *f) {
+  pid_t setup = s->init;
+  int fd = sys_pidfd_open(own->init);
+  if (fd < 0) return fault_host(f, errno, "open a pidfd of PID 1 of %s", s->spec.id);
+  while (waitpid(setup, NULL, 0) < 0 && errno == EINTR) {}
+  while (waitpid(own->helper, NULL, 0) < 0 && errno == EINTR) {}
+  close(s->init_fd);
+  s->init_fd = fd;
+  s->init = own->init;
+  return 0;
+}
+
 // The process that becomes PID 1. It mounts while this one makes cgroups and network namespace, which takes about as long.
 static int start_init(struct sandbox *s, struct fault *f) {
   int status[2], go[2], self = sys_pidfd_open(getpid());
   if (self < 0) return fault_host(f, errno, "open a pidfd");
   if (pipe2(status, O_CLOEXEC)) { close(self); return fault_host(f, errno, "make a pipe"); }
   if (pipe2(go, O_CLOEXEC)) { close(self); close(status[0]); close(status[1]); return fault_host(f, errno, "make a pipe"); }
-  struct clone_args a = {.flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_PIDFD | CLONE_INTO_CGROUP,
+  struct own_pids *own = mmap(NULL, sizeof *own, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  uint64_t spaces = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | (s->spec.own_pids ? 0 : CLONE_NEWPID);
+  struct clone_args a = {.flags = spaces | CLONE_PIDFD | CLONE_INTO_CGROUP,
                          .pidfd = (uint64_t)(uintptr_t)&s->init_fd, .exit_signal = SIGCHLD, .cgroup = (uint64_t)(unsigned)s->cgroup_fd};
-  pid_t pid = sys_clone3(&a);
+  if (own == MAP_FAILED) own = NULL;
+  pid_t pid = own ? sys_clone3(&a) : -1;
   if (!pid) {
-    struct setup u = {.s = s, .status = status[1], .go = go[0], .aether = self, .dev = -1};
+    struct setup u = {.s = s, .own = own, .status = status[1], .go = go[0], .aether = self, .dev = -1};
     close(go[1]);                      // so that the death of aether is the end of that pipe
     setup_child(&u);
   }
@@ -108,11 +125,12 @@ static int start_init(struct sandbox *s, struct fault *f) {
   int heard = pid < 0 || cgroup_limit(s, f) || netns_make(f) ? -1 : 1;
   // a setup that failed meanwhile does not read this, but has said why
   if (heard > 0) heard = write(go[1], "", 1) < 0 && errno != EPIPE ? fault_host(f, errno, "let the setup go on") : hear(status[0], s, f);
-  if (heard > 0 && inspect_root(s, f)) heard = -1;
+  if (heard > 0 && ((s->spec.own_pids && take_over(s, own, f)) || inspect_root(s, f))) heard = -1;
   while (heard > 0) heard = hear(status[0], s, f);
   close(status[0]);
   close(go[1]);
   close(self);
+  if (own) munmap(own, sizeof *own);
   // EOF comes from the exec, or from a death on the way
   struct pollfd dead = {.fd = s->init_fd, .events = POLLIN};
   if (!heard && poll(&dead, 1, 0) > 0) heard = fault_set(f, "internal", 0, "PID 1 of %s died while it was made", s->spec.id);

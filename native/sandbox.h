@@ -17,6 +17,7 @@ struct spec {                          // decoded CREATE; strings point into the
   const char *layers[MAX_LAYERS];      // names given to MOUNT_LAYER, topmost first
   const char *env[MAX_ENV + 1];        // NAME=value, NULL terminated
   int nlayers, nenv, medium, userns;
+  int own_pids;                        // its user namespace owns its pid namespace, so that a memory can be restored in it
   uint32_t uid_base, cpu_milli, cpu_class, pids, nofile;
   uint64_t memory_bytes, disk_bytes, shm_bytes;
   uint64_t log_head, log_tail, log_budget;

@@ -14,14 +14,14 @@
 
 #define FREEZE_MS 10000                // a process in an uninterruptible wait keeps its group from freezing
 
-struct snapshot { struct source src; struct snapshot *next; pid_t pid; struct conn *conn; uint32_t request; char name[96]; };
+struct snapshot { struct source src; struct snapshot *next; pid_t pid; struct conn *conn; uint32_t request; char name[96]; char *memory; }; // memory: directory for it
 static struct snapshot *snapshots;     // in turn: only the first one has a child
 
 static void begin(struct snapshot *n);
 
 static int freeze(int on) { return write_at(A.s->cgroup_fd, "cgroup.freeze", on ? "1" : "0"); }
 
-static int frozen(struct fault *f) {
+int snapshot_freeze(struct fault *f) {
   uint64_t done = 0;
   if (freeze(1)) return fault_host(f, errno, "freeze sandbox %s", A.s->spec.id);
   for (int i = 0; i < FREEZE_MS; i++) {
@@ -31,10 +31,11 @@ static int frozen(struct fault *f) {
   return fault_set(f, "unavailable", 0, "the processes of sandbox %s could not be frozen within %d s", A.s->spec.id, FREEZE_MS / 1000);
 }
 
-static void __attribute__((noreturn)) take(const char *name, int report) {
+static void __attribute__((noreturn)) take(const char *name, const char *memory, int report) {
   struct fault f = {0};
   // the first one writes back what is dirty, so that the freeze is short
-  if (!medium_snapshot(A.s, name, &f) && !medium_remove(name) && !frozen(&f)) medium_snapshot(A.s, name, &f);
+  if (!medium_snapshot(A.s, name, &f) && !medium_remove(name) && !snapshot_freeze(&f) && (!memory || !checkpoint_take(memory, &f)))
+    medium_snapshot(A.s, name, &f);
   if (!A.paused) freeze(0);
   (void)!write(report, &f, sizeof f);
   _exit(0);
@@ -47,6 +48,7 @@ static void drop(struct snapshot *n) {
   A.helpers--;
   touch();
   idle_again();
+  free(n->memory);
   loop_free(n);
   if (snapshots) begin(snapshots);
 }
@@ -63,6 +65,7 @@ static void on_report(struct source *src, uint32_t events) {
   while (waitpid(n->pid, NULL, 0) < 0 && errno == EINTR) {}
   n->pid = 0;
   if (f.code || !n->conn) medium_remove(n->name);        // nobody knows of it
+  if (n->memory && !n->conn) remove_all(AT_FDCWD, n->memory);
   if (n->conn && f.code) conn_error(n->conn, n->request, f.code, f.err, "%s", f.message);
   else if (n->conn) conn_ok(n->conn, n->request);
   drop(n);
@@ -75,7 +78,7 @@ static void begin(struct snapshot *n) {
     drop(n);
     return;
   }
-  if (!n->pid) take(n->name, report[1]);
+  if (!n->pid) take(n->name, n->memory, report[1]);
   close(report[1]);
   n->src = (struct source){.on = on_report, .fd = report[0]};
   loop_want(&n->src, EPOLLIN);
@@ -90,8 +93,13 @@ static int named(const char *name) {
 void snapshot_start(struct conn *c, struct request *r) {
   if (!named(r->name)) { conn_error(c, r->id, "invalid_request", 0, "SNAPSHOT: a name snap-SUFFIX or %s.SUFFIX is needed", A.s->spec.id); return; }
   if (A.s->spec.medium != MEDIUM_BTRFS) { conn_error(c, r->id, "unsupported", 0, "a sandbox whose disk is memory has no snapshots"); return; }
+  if (r->path && node.criu < 0) { conn_error(c, r->id, "unsupported", 0, "this node has no criu: the memory of a sandbox cannot be copied"); return; }
   struct snapshot *n = calloc(1, sizeof *n), **end = &snapshots;
-  if (!n) { conn_error(c, r->id, "resource_exhausted", ENOMEM, "no memory for a snapshot"); return; }
+  if (!n || (r->path && !(n->memory = strdup(r->path)))) {
+    free(n);
+    conn_error(c, r->id, "resource_exhausted", ENOMEM, "no memory for a snapshot");
+    return;
+  }
   n->src.fd = -1;
   n->conn = c;
   n->request = r->id;

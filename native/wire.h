@@ -8,7 +8,7 @@
 
 #define WIRE_MAJOR 1
 #ifndef WIRE_MINOR
-#define WIRE_MINOR 2                   // 1: snapshots, 2: LEASE with HOSTNAME and ENV
+#define WIRE_MINOR 3                   // 1: snapshots, 2: LEASE with HOSTNAME and ENV, 3: checkpoints
 #endif
 #define WIRE_MAX (1u << 20)            // payload bytes of one frame
 #define WIRE_DATA (256u << 10)         // most bytes that we put into one DATA frame
@@ -26,7 +26,7 @@ enum frame_type {
   F_SUBSCRIBE = 32, F_EXEC = 33, F_ATTACH = 34, F_LOG_READ = 35, F_STDIN = 36, F_STDIN_CLOSE = 37, F_RESIZE = 38,
   F_SIGNAL = 39, F_KILL = 40, F_WAIT = 41, F_LIST = 42, F_STAT = 43, F_SESSION_OPEN = 44, F_SESSION_CLOSE = 45,
   F_SESSION_LIST = 46, F_FILE = 47, F_LEASE = 48, F_STOP = 49, F_SNAPSHOT = 50, F_PAUSE = 51, F_RESUME = 52,
-  F_RECLAIM = 53,
+  F_RECLAIM = 53, F_CHECKPOINT = 58, F_RESTORE = 59,
   // aether replies
   F_STARTED = 64, F_END = 65, F_GAP = 66, F_ENDED = 67,
 };
@@ -51,6 +51,7 @@ enum tag {
   T_PIDS_HITS = 102, T_HEALTH = 103, T_CAUSE = 104, T_IDLE_SINCE_NS = 105, T_COMMANDS_RUNNING = 106, T_LOG_USED = 107,
   // memory
   T_AUTO_PAUSE_NS = 112, T_RECLAIM_NS = 113, T_REASON = 114, T_SWAP_USED = 115,
+  T_OWN_PIDS = 160,
   // files
   T_OP = 128, T_MODE = 129, T_MTIME_NS = 130, T_DEST = 131, T_RECURSIVE = 132, T_DEPTH = 133, T_SIZE = 134, T_TYPE = 135,
   T_UID = 136, T_GID = 137, T_TARGET = 138, T_PARENTS = 139, T_OVERWRITE = 140, T_OWNER = 141, T_GROUP = 142, T_EXCLUDE = 143,

@@ -17,6 +17,7 @@
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include "no_criu.c"
 
 struct host { uint64_t oom_kills, pids_hits; int disk_full, replaced; };    // what a test makes the kernel say
 extern struct host *host;

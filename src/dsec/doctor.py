@@ -21,7 +21,7 @@ from typing import Any
 
 from dsec.guard import seccomp
 from dsec.linux import calls, facts, probes, swap
-from dsec.linux.tools import PACKAGES, Tools, mkfs_erofs_features, version
+from dsec.linux.tools import PACKAGES, Tools, criu_trouble, criu_version, mkfs_erofs_features, version
 
 FATAL, WARNING, INFO = "fatal", "warning", "info"
 
@@ -62,7 +62,8 @@ def diagnose(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools |
         lambda: _medium(tools),
     ]
     if not fatal_only:
-        groups += [lambda: _on_demand(Path(state_dir)), lambda: _tools(tools), lambda: _limits(), lambda: _room(Path(state_dir))]
+        state = Path(state_dir)
+        groups += [lambda: _on_demand(state), lambda: _tools(tools), lambda: _criu(tools), lambda: _limits(), lambda: _room(state)]
     with ThreadPoolExecutor(4) as pool:  # the probes are processes: waiting for several at once costs nothing
         found = [check for group in pool.map(lambda make: list(make()), groups) for check in group]
     return [check for check in found if check.level == FATAL] if fatal_only else found
@@ -326,6 +327,19 @@ def _tools(tools: Tools) -> Iterator[Check]:
             f"{version(path)} at {path}".strip() if path else f"not installed; needed for {use}",
             "" if path else f"apt-get install {PACKAGES[name]}",
         )
+
+
+def _criu(tools: Tools) -> Iterator[Check]:
+    """Forks with memory (docs/checkpoint.md)."""
+    at = tools.criu()
+    why = "not fetched; forks are of files only" if at is None else criu_trouble(at)
+    yield Check(
+        "criu",
+        why is None,
+        INFO,
+        f"{criu_version(at)} at {at}" if at is not None and why is None else str(why),
+        "" if why is None else "run scripts/fetch-tools.sh of a checkout, and name its .tools in tools_dir or DSEC_TOOLS",
+    )
 
 
 def _limits() -> Iterator[Check]:

@@ -136,6 +136,7 @@ def edge_config(config: Config) -> EdgeConfig:
         reclaim_after=memory.reclaim_after or None,
         fill_deadline=config.remote.deadline,
         fill_by=config.remote.method,
+        criu=_tools(config).criu(),
     )
 
 

@@ -47,6 +47,9 @@ UserNotFound = _error("UserNotFound", "user_not_found", 400, "No such user in th
 PidsLimit = _error("PidsLimit", "pids_limit", 409, "The sandbox is at its process limit.")
 NoMemory = _error("NoMemory", "no_memory", 409, "The sandbox is at its memory limit.")
 CommandNotFound = _error("CommandNotFound", "command_not_found", 404, "No command of this id in this sandbox.")
+CheckpointFailed = _error(
+    "CheckpointFailed", "checkpoint_failed", 409, "A command cannot go on in a copy of the sandbox; the message names it and says why."
+)
 CommandExists = _error("CommandExists", "command_exists", 409, "A command of this id exists with another definition.")
 CommandEnded = _error("CommandEnded", "command_ended", 409, "The command has ended.")
 StdinClosed = _error("StdinClosed", "stdin_closed", 409, "The command's stdin is not open.")

@@ -323,6 +323,7 @@ class Sandbox:
         self,
         n: int = 1,
         *,
+        memory: bool = False,
         labels: Mapping[str, str] | None = None,
         cpu_class: CpuClass | str | None = None,
         max_lifetime: float | None = None,
@@ -331,11 +332,13 @@ class Sandbox:
     ) -> list[Sandbox]:
         """`n` new sandboxes that begin with the files that this one has at one instant: all of them or, when one fails, none.
 
-        Processes are not copied; the host name and the machine id are their own. `cpu_class` None: as this one has.
+        `memory`: its running commands go on in each of them, with the same ids and a log that begins there; else no process is copied. The
+        host name and the machine id are their own. CheckpointFailed: a command that cannot go on; Unsupported: the node cannot (capability
+        `fork_memory`). `cpu_class` None: as this one has.
         """
         body = ForkRequest(
             n=n, labels=dict(labels or {}), cpu_class=cpu_class_of(cpu_class), max_lifetime=max_lifetime, idle_timeout=idle_timeout,
-            idempotency_key=idempotency_key or secrets.token_hex(16),
+            idempotency_key=idempotency_key or secrets.token_hex(16), memory=memory,
         )  # fmt: skip
         _, data = await self._api.exchange("POST", f"{self._path}/fork", body=body, safe=True, timeout=300.0)
         items = _items(data)

@@ -443,14 +443,16 @@ class SyncSandbox(_Wrapper):
         return self._portal.run(self._inner.snapshot(name, labels=labels))
 
     def fork(
-        self, n: int = 1, *, labels: Mapping[str, str] | None = None, cpu_class: CpuClass | str | None = None,
+        self, n: int = 1, *, memory: bool = False, labels: Mapping[str, str] | None = None, cpu_class: CpuClass | str | None = None,
         max_lifetime: float | None = None, idle_timeout: float | msgspec.UnsetType | None = _KEEP, idempotency_key: str | None = None,
     ) -> list[SyncSandbox]:
         """`n` new sandboxes that begin with the files that this one has at one instant: all of them or, when one fails, none.
 
-        Processes are not copied; the host name and the machine id are their own. `cpu_class` None: as this one has.
+        `memory`: its running commands go on in each of them, with the same ids and a log that begins there; else no process is copied. The
+        host name and the machine id are their own. CheckpointFailed: a command that cannot go on; Unsupported: the node cannot (capability
+        `fork_memory`). `cpu_class` None: as this one has.
         """
-        made: list[SyncSandbox] = _wrap(self._portal, self._portal.run(self._inner.fork(n, labels=labels, cpu_class=cpu_class, max_lifetime=max_lifetime, idle_timeout=idle_timeout, idempotency_key=idempotency_key)))
+        made: list[SyncSandbox] = _wrap(self._portal, self._portal.run(self._inner.fork(n, memory=memory, labels=labels, cpu_class=cpu_class, max_lifetime=max_lifetime, idle_timeout=idle_timeout, idempotency_key=idempotency_key)))
         return made
 
     def pack_diff(

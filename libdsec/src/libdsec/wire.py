@@ -156,7 +156,8 @@ class PoolInfo(Reply):
 
 
 class ForkRequest(Model):
-    """Make `n` sandboxes that begin with the files of a running one. Limits, user, ENV and labels are the same; `labels` are added."""
+    """Make `n` sandboxes that begin with the files of a running one. Limits, user, ENV and labels are the same; `labels` are added.
+    `memory`: its running commands go on in each of them, too."""
 
     n: int = 1
     cpu_class: CpuClass | None = None  # None: as it has
@@ -164,6 +165,7 @@ class ForkRequest(Model):
     max_lifetime: float | None = None  # seconds after creation; None: never
     idle_timeout: float | msgspec.UnsetType | None = msgspec.UNSET  # absent: as it has; null: never
     idempotency_key: str | None = None  # covers each child as `<key>-<i>`
+    memory: bool = False
 
 
 class SnapshotInfo(Reply):

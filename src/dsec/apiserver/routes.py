@@ -127,7 +127,7 @@ ROUTES: tuple[Route, ...] = (
           params=(_LABEL,)),
     Route("POST", _S + "/snapshots", sandboxes.snapshot, "Copy its files as they are at one instant", body=SnapshotRequest,
           reply=SnapshotInfo),
-    Route("POST", _S + "/fork", sandboxes.fork, "Make sandboxes that begin with its files", body=ForkRequest, reply=list[BatchItem]),
+    Route("POST", _S + "/fork", sandboxes.fork, "Make copies of it, if asked with memory", body=ForkRequest, reply=list[BatchItem]),
     Route("GET", "/v1/snapshots", sandboxes.snapshots, "All snapshots, newest first", reply=list[SnapshotInfo],
           params=(Param("sandbox", "only of this sandbox"),)),
     Route("GET", "/v1/snapshots/{snapshot}", sandboxes.get_snapshot, "One snapshot", reply=SnapshotInfo),

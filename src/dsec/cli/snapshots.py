@@ -74,13 +74,15 @@ def restore(
 def fork(
     sandbox: Annotated[str, common.SANDBOX],
     n: Annotated[int, typer.Option("-n", help="How many.")] = 1,
+    memory: Annotated[bool, typer.Option("--memory", help="Its running commands go on in each of them.")] = False,
     label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE", help="Beside those that it has.")] = [],  # noqa: B006
     cpu_class: Annotated[str | None, common.CPU_CLASS] = None,
 ) -> None:
-    """Make sandboxes that begin with the files of a running one, and print their ids. Processes are not copied."""
+    """Make sandboxes that begin with the files of a running one, and print their ids."""
 
     async def work(client: DSecClient) -> list[Sandbox]:
-        return await (await common.find(client, sandbox)).fork(n, labels=common.pairs(label, "--label"), cpu_class=cpu_class)
+        labels = common.pairs(label, "--label")
+        return await (await common.find(client, sandbox)).fork(n, memory=memory, labels=labels, cpu_class=cpu_class)
 
     for child in common.call(work):
         print(child.id)

@@ -33,6 +33,7 @@ class EdgeConfig:
     state_dir: Path
     run_dir: Path
     aether: Path
+    criu: Path | None = None  # directory with criu, its loader and libraries; None: no forks with memory
     seccomp: Path | None = None  # filter of every command (raw sock_filter array); None: built in run_dir
     prefix: str = ""  # four of [a-z0-9]; empty: made once and kept in state_dir
     medium_bytes: int = 0  # size of the file that holds the writable layers; 0: a quarter of the free space, 4 to 64 GiB
@@ -85,6 +86,11 @@ class EdgeConfig:
     @property
     def sandboxes(self) -> Path:
         return self.state_dir / "sandboxes"
+
+    @property
+    def memory(self) -> Path:
+        """STATE/memory: images of forks that are under way."""
+        return self.state_dir / "memory"
 
     @property
     def medium(self) -> Path:

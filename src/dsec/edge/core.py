@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsec.edge import journal as lines
@@ -46,6 +47,8 @@ class Core:
         self.table = Table(config.prefix)
         self.backends: dict[str, Backend] = {}
         self.snapshots: dict[str, Snapshot] = {}
+        self.memories: dict[str, Path] = {}  # of passing ones: images of the commands that ran
+        self.cut_off: set[str] = set()  # passing ones of an earlier edge whose memory was to be restored
         self.passing: dict[str, Snapshot] = {}  # under way, and those of forks, which nobody else sees
         self.foreign_volumes: set[str] = set()  # of snapshots that a newer edge made
         self.reclaimed = dict.fromkeys(self.counters.reclaimed, 0)  # bytes by reason

@@ -197,7 +197,8 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         return [item for item in items if item is not None]
 
     async def fork(self, sandbox_id: str, request: ForkRequest) -> list[BatchItem]:
-        """`n` sandboxes that begin with the files of this one as they are at one instant. Those that a key made already are given again."""
+        """`n` sandboxes that begin with the files, and if asked with the running commands, that this one has at one instant. Those that a
+        key made already are given again."""
         key = request.idempotency_key
         if key is not None:
             check_key(key)
@@ -319,6 +320,8 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         started = await backend.start(start)
         sandbox.pid, sandbox.init_pid = started.pid, started.init_pid
         sandbox.control = await self.connect(sandbox)
+        if start.own_pids and start.volume is not None:
+            await self.restore_memory(sandbox, start.volume)
 
     async def make_ahead(self, sandbox: Sandbox) -> None:
         """From a place among the pooled to one that waits there. What the creation raised, with nothing left."""
@@ -389,6 +392,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
             reclaim_ns=_nanoseconds(config.reclaim_after),
             run_dir=sandbox.run_dir,
             state_dir=sandbox.state_dir,
+            own_pids=spec.snapshot in self.memories,
         )
 
     def _log_create(self, sandbox: Sandbox, pool: str | None = None, handed: bool = False) -> None:
@@ -409,7 +413,10 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         unclear = not isinstance(error, DSecError) or error.details.get("resource") in ("launcher", "journal")
         if sandbox.state is State.ENDED:
             return  # it came up and ended before we looked
-        if sandbox.journaled and unclear:
+        control, sandbox.control = sandbox.control, None
+        if control is not None:  # it came up: nobody shall wonder where its supervisor went
+            control.fail(failed)
+        if sandbox.journaled and (unclear or control is not None):
             try:
                 await self.backends[sandbox.backend].reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, sandbox.spec.disk == "memory")
             except (DSecError, ConnectionLost) as left:

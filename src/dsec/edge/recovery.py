@@ -102,7 +102,8 @@ class Recovery(Pooling):
 
     async def _half_made(self, sandbox: Sandbox) -> None:
         """The earlier edge died before it could say that this one is ready. Its creator can come back with a key, else nobody can."""
-        if sandbox.key is not None and (sandbox.create is None or not sandbox.create.handed or await self.introduced(sandbox)):
+        given = sandbox.create is None or not sandbox.create.handed or await self.introduced(sandbox)
+        if sandbox.key is not None and given and sandbox.spec.snapshot not in self.cut_off:
             self.journal.write(lines.Ready(v=lines.VERSION, id=sandbox.id, pid=sandbox.pid, init=sandbox.init_pid))
             return
         control, sandbox.control = sandbox.control, None

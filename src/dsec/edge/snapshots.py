@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import time
 
 import msgspec
@@ -19,7 +20,7 @@ from dsec.edge.core import Core
 from dsec.edge.lifecycle import Sandbox, random_text
 from dsec.edge.specs import check_labels
 from dsec.images.model import ResolvedImage
-from libdsec.errors import InvalidRequest, LayerNotFound, SnapshotNotFound
+from libdsec.errors import InvalidRequest, LayerNotFound, ResourceExhausted, SnapshotNotFound, Unavailable
 from libdsec.wire import CpuClass, ForkRequest, Limits, SandboxSpec, SnapshotInfo, SnapshotRequest
 
 log = logging.getLogger("dsec.edge")
@@ -80,6 +81,9 @@ class Snapshots(Core):
             with contextlib.suppress(LayerNotFound):  # said when it is used
                 self.images.pin(found.layers, found.id)
             self.snapshots[found.id] = found
+        if self.config.memory.exists():  # nobody waits for those forks any more
+            self.cut_off.update(path.name for path in self.config.memory.iterdir())
+            shutil.rmtree(self.config.memory)
 
     def kept_volumes(self) -> list[str]:
         """Names on the medium that belong to somebody, beside the sandboxes' own."""
@@ -103,8 +107,8 @@ class Snapshots(Core):
         self.passing.pop(made.id)
         return made.info()
 
-    async def _copy(self, sandbox: Sandbox, volume: str, name: str | None, labels: dict[str, str]) -> Snapshot:
-        """Take it; it is in `passing` afterwards, and holds its uids and layers."""
+    async def _copy(self, sandbox: Sandbox, volume: str, name: str | None, labels: dict[str, str], memory: bool = False) -> Snapshot:
+        """Take it; it is in `passing` afterwards, and holds its uids and layers. `memory`: and in `memories`, with the running commands."""
         await self.reach(sandbox)
         image_env = await self._image_env(sandbox)
         made = Snapshot(
@@ -116,11 +120,31 @@ class Snapshots(Core):
         self.table.hold_slot(made.slot)
         self.images.pin(made.layers, volume)
         try:
-            await self.call(sandbox, wire.F_SNAPSHOT, wire.text(wire.T_NAME, volume), again=False)
+            if memory:
+                await self._checkpoint(sandbox, volume)
+            else:
+                await self.call(sandbox, wire.F_SNAPSHOT, wire.text(wire.T_NAME, volume), again=False)
         except BaseException:
             await self._let_go(made)
             raise
         return made
+
+    async def _checkpoint(self, sandbox: Sandbox, volume: str) -> None:
+        directory = self.memories[volume] = self.config.memory / volume
+        try:
+            self.config.memory.mkdir(mode=0o700, exist_ok=True)
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise ResourceExhausted(f"a place for the memory of sandbox {sandbox.id}: {error.strerror}", resource="disk") from error
+        request = wire.text(wire.T_NAME, volume) + wire.text(wire.T_PATH, str(directory))
+        await self.call(sandbox, wire.F_CHECKPOINT, request, again=False)
+
+    async def restore_memory(self, sandbox: Sandbox, volume: str) -> None:
+        """Commands of the sandbox that was copied go on in this one, which is new. CheckpointFailed names the one that cannot."""
+        directory = self.memories.get(volume)
+        if directory is None:
+            raise Unavailable(f"the fork that sandbox {sandbox.id} belongs to has ended", sandbox=sandbox.id)
+        await self.call(sandbox, wire.F_RESTORE, wire.text(wire.T_PATH, str(directory)), again=False)
 
     async def _image_env(self, sandbox: Sandbox) -> dict[str, str]:
         """ENV of the sandbox's image, while that name still stands for the same layers; of a sandbox made of a snapshot, the snapshot's."""
@@ -135,6 +159,9 @@ class Snapshots(Core):
 
     async def _let_go(self, made: Snapshot) -> None:
         self.passing.pop(made.id, None)
+        memory = self.memories.pop(made.id, None)
+        if memory is not None:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, memory, ignore_errors=True))
         self.table.release_slot(made.slot)
         self.images.unpin(made.id)
         for backend in self.backends.values():
@@ -180,10 +207,12 @@ class Snapshots(Core):
         """A passing copy of a sandbox, and what a child of it is asked to be. `end_fork` afterwards."""
         sandbox = self.live(sandbox_id)
         require(self.backends[sandbox.backend], "fork", f"a fork of sandbox {sandbox.id}")
+        if request.memory:
+            require(self.backends[sandbox.backend], "fork_memory", f"a fork with memory of sandbox {sandbox.id}")
         if not 1 <= request.n <= MOST_FORKS:
             raise InvalidRequest(f"n is {request.n}, must be 1 to {MOST_FORKS}", field="n")
         check_labels(request.labels)
-        made = await self._copy(sandbox, f"{sandbox.id}.f{random_text(8)}", None, {})
+        made = await self._copy(sandbox, f"{sandbox.id}.f{random_text(8)}", None, {}, request.memory)
         spec = msgspec.structs.replace(
             sandbox.spec, image=None, layers=None, snapshot=made.id, name=None, hostname=None, labels={**sandbox.labels, **request.labels},
             limits=sandbox.limits, cpu_class=request.cpu_class or sandbox.cpu_class, max_lifetime=request.max_lifetime,

@@ -23,6 +23,9 @@ Fields by frame (`*`: repeated, `?`: optional):
 | STAT | - | STATUS |
 | SESSION_OPEN / SESSION_CLOSE | NAME (CWD? ENV* USER?) | OK |
 | SESSION_LIST | - | RECORD{NAME STATE (1 busy)}* OK |
+| SNAPSHOT | NAME | OK |
+| CHECKPOINT | NAME PATH (a new directory; gets one a command) | OK |
+| RESTORE | PATH | OK, when all of them run |
 | LEASE | DEADLINE_NS? IDLE_NS? AUTO_PAUSE_NS? (0: never) | OK |
 | PAUSE | IDLE_NS? (only if it was idle for so long) REASON? | OK |
 | RECLAIM | IDLE_NS (as above) REASON | STATUS{BYTES} |
@@ -30,7 +33,8 @@ Fields by frame (`*`: repeated, `?`: optional):
 | any | | ERROR{CODE MESSAGE ERRNO?} |
 
 CREATE: ID CGROUP LAYER* (topmost first) UID_BASE HOSTNAME MEDIUM DISK_BYTES MEMORY_BYTES PIDS CPU_MILLI NOFILE ENV* WORKDIR USER RUN_DIR
-STATE_DIR LOG_HEAD LOG_TAIL LOG_BUDGET DEADLINE_NS IDLE_NS SHM_BYTES USERNS AUTO_PAUSE_NS RECLAIM_NS.
+STATE_DIR LOG_HEAD LOG_TAIL LOG_BUDGET DEADLINE_NS IDLE_NS SHM_BYTES USERNS AUTO_PAUSE_NS RECLAIM_NS
+VOLUME? OWN_PIDS?.
 EXEC: COMMAND, ARG* or SHELL, SESSION? CWD? ENV* USER? EXEC_FLAGS ROWS? COLS? TIMEOUT_NS? BYTES? (whole stdin) LOG_HEAD? LOG_TAIL?.
 A record's inline bytes (out_inline, err_inline) follow it inside the RECORD field.
 """
@@ -43,7 +47,7 @@ from typing import Final, NamedTuple
 from libdsec.errors import DSecError
 
 WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 2
+WIRE_MINOR: Final = 3
 WIRE_MAX: Final = 1 << 20
 WIRE_DATA: Final = 256 << 10
 
@@ -84,6 +88,8 @@ F_SNAPSHOT: Final = 50
 F_PAUSE: Final = 51
 F_RESUME: Final = 52
 F_RECLAIM: Final = 53
+F_CHECKPOINT: Final = 58
+F_RESTORE: Final = 59
 F_STARTED: Final = 64
 F_END: Final = 65
 F_GAP: Final = 66
@@ -168,6 +174,7 @@ T_AUTO_PAUSE_NS: Final = 112
 T_RECLAIM_NS: Final = 113
 T_REASON: Final = 114
 T_SWAP_USED: Final = 115
+T_OWN_PIDS: Final = 160
 T_OP: Final = 128
 T_MODE: Final = 129
 T_MTIME_NS: Final = 130

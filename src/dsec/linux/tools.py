@@ -56,6 +56,14 @@ class Tools:
         self._found[name] = Path(path).absolute()
         return self._found[name]
 
+    def criu(self) -> Path | None:
+        """Directory with criu, its loader and its libraries (`scripts/fetch-tools.sh`), or None. A distribution's own is not used:
+        what lies beside it would be shown to sandboxes."""
+        for directory in self.directories:
+            if os.access(directory / "criu" / "criu", os.X_OK) and os.access(directory / "criu" / "ld.so", os.X_OK):
+                return (directory / "criu").absolute()
+        return None
+
     def need(self, name: str) -> Path:
         """Absolute path of a program; ToolMissing names the package to install."""
         path = self.find(name)
@@ -74,6 +82,28 @@ def mkfs_erofs_features(path: Path) -> frozenset[str]:
     """Long options of this mkfs.erofs that change how layers are built: `tar` (1.8: no extraction), `mkfs-time` (reproducible)."""
     text = _help(path, path.stat().st_mtime_ns)
     return frozenset(name for name in ("tar", "mkfs-time", "blobdev", "uid-offset") if f"--{name}" in text)
+
+
+def _criu(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(directory / "ld.so"), "--library-path", str(directory / "lib"), str(directory / "criu"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=False)
+
+
+def criu_version(directory: Path) -> str:
+    """As it says itself."""
+    return _criu(directory, "--version").stdout.partition("Version: ")[2].partition("\n")[0]
+
+
+def criu_trouble(directory: Path) -> str | None:
+    """Why it does not serve with this kernel, None when it does."""
+    try:
+        ran = _criu(directory, "check", "--unprivileged")  # which keeps no file on the host
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if ran.returncode == 0:
+        return None
+    said = [line for line in (ran.stdout + ran.stderr).splitlines() if "Error" in line]
+    return said[-1].strip() if said else f"criu check ended with {ran.returncode}"
 
 
 @lru_cache(maxsize=16)

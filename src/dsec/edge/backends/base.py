@@ -21,8 +21,8 @@ __all__ = [
 CAPABILITIES = (
     "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "network_rules",
     "egress_hosts", "cpu_class", "core_scheduling",
-    "pause_memory", "pause_disk", "fork", "snapshot", "pack_diff", "gpu", "desktop", "nested_containers", "privileged",
-    "trusted_supervisor",
+    "pause_memory", "pause_disk", "fork", "fork_memory", "snapshot", "pack_diff", "gpu", "desktop", "nested_containers",
+    "privileged", "trusted_supervisor",
 )  # fmt: skip
 
 
@@ -95,6 +95,7 @@ class StartSpec:
     reclaim_ns: int
     run_dir: str
     state_dir: str
+    own_pids: bool  # commands of another sandbox will be restored in it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ class Container:
         """`survivor`: pid of a supervisor (of a class) that lives now, whose mounts and cookie a launcher joins; `on_restart`: a launcher
         died; `kept`: volumes of the medium that are not sandboxes' own and shall stay."""
         self._kept = kept
-        self.capabilities = {**Container.capabilities, "core_scheduling": facts.core_scheduling() is None}
+        measured = {"core_scheduling": facts.core_scheduling() is None, "fork_memory": config.criu is not None}
+        self.capabilities = {**Container.capabilities, **measured}
         self._config = config
         self.cgroup = f"dsec-{prefix}"
         self._survivor = survivor
@@ -167,6 +168,8 @@ class Container:
         filter_path = config.seccomp or seccomp.build(config.run_dir / "seccomp.bpf")
         arguments = ["--run", str(config.run_dir), "--state", str(config.state_dir), "--cgroup", self.cgroup, "--seccomp", str(filter_path)]
         arguments += ["--fill-ms", str(round(config.fill_deadline * 1000)), "--fill-by", config.fill_by]
+        if config.criu is not None:
+            arguments += ["--criu", str(config.criu)]
         if join is not None:
             arguments += ["--join", str(join)]
         arguments += ["--core", ",".join(str(self._survivor(name) or 0) for name in _CLASSES)]
@@ -239,6 +242,8 @@ class Container:
         parts.extend(wire.text(wire.T_LAYER, layer_name(layer.digest)) for layer in reversed(spec.layers))  # topmost first
         if spec.volume is not None:
             parts.append(wire.text(wire.T_VOLUME, spec.volume))
+        if spec.own_pids:
+            parts.append(wire.u64(wire.T_OWN_PIDS, 1))
         if spec.env:
             parts.append(env_fields(spec.env))
         return b"".join(parts)
