@@ -15,7 +15,7 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "libdsec"
 TARGET = SOURCE / "sync.py"
 CLASSES = {  # class: module, attributes that are passed on
-    "CommandStream": ("stream", {"id": "str", "stdout_offset": "int", "stderr_offset": "int", "result": "ExecResult | None"}),
+    "CommandStream": ("stream", {"id": "str", "pid": "int", "stdout_offset": "int", "stderr_offset": "int", "result": "ExecResult | None"}),
     "Command": ("command", {"id": "str", "sandbox_id": "str"}),
     "Session": ("sandbox", {"name": "str"}),
     "Files": ("files", {"sandbox_id": "str"}),
@@ -26,7 +26,7 @@ CLASSES = {  # class: module, attributes that are passed on
     "Snapshots": ("images", {}),
     "DSecClient": (
         "client",
-        {"base_url": "str", "layers": "Layers", "environments": "Environments", "images": "Images", "snapshots": "Snapshots"},
+        {"base_url": "str", "api_key": "str | None", "layers": "Layers", "environments": "Environments", "images": "Images", "snapshots": "Snapshots"},
     ),
 }
 CALLBACKS = ("on_stdout", "on_stderr", "on_progress")
@@ -77,6 +77,7 @@ from libdsec.wire import (
     Limits,
     PackResult,
     PoolInfo,
+    PtySize,
     PushResult,
     SandboxInfo,
     SessionInfo,

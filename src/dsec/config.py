@@ -108,6 +108,16 @@ class RemoteConfig(_Section, frozen=True):
     method: Literal["auto", "fanotify", "fuse"] = "auto"  # how a reader is made to wait; auto: fanotify where the kernel can (6.14)
 
 
+class E2bConfig(_Section, frozen=True):
+    """The face that speaks E2B's wire (docs/e2b.md)."""
+
+    listen: str = ""  # host:port on loopback, plain HTTP; empty: `dsec up` does not start it
+    domain: str = ""  # of the host names <port>-<id>.<domain> by which sandboxes are reached; empty: by headers only
+    templates: str = ""  # alias=environment,...; any other template is the environment of that name
+    user: str = ""  # of commands and files that name none; empty: the environment's USER
+    timeout: Positive = 300  # seconds that a sandbox lives when its creator does not say
+
+
 class Config(_Section, frozen=True):
     """Everything that a node can be told."""
 
@@ -124,6 +134,7 @@ class Config(_Section, frozen=True):
     memory: MemoryConfig = msgspec.field(default_factory=MemoryConfig)
     pool: PoolConfig = msgspec.field(default_factory=PoolConfig)
     remote: RemoteConfig = msgspec.field(default_factory=RemoteConfig)
+    e2b: E2bConfig = msgspec.field(default_factory=E2bConfig)
 
     @property
     def state(self) -> Path:
@@ -307,8 +318,8 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
         given = value(config, key)
         if (given or key in ("state_dir", "run_dir")) and not os.path.isabs(given):
             raise bad(key, "must be an absolute path")
-    host, colon, port = config.listen.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    host = _host_of(config.listen)
+    if host is None:
         raise bad("listen", "must be host:port, the port 0-65535")
     if bool(config.tls_cert) != bool(config.tls_key):
         raise bad("tls_cert" if config.tls_cert else "tls_key", "tls_cert and tls_key go together")
@@ -316,8 +327,20 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
         raise bad("listen", "an address that is not loopback needs TLS: set tls_cert and tls_key")
     if sum(size for _, size in config.pool.sizes) > config.pool.max:
         raise bad("pool.images", f"is more than pool.max = {config.pool.max}")
+    face = _host_of(config.e2b.listen) if config.e2b.listen else "localhost"
+    if face is None or not is_loopback(face.strip("[]")):
+        raise bad("e2b.listen", "must be host:port on loopback: it is plain HTTP; put a proxy with TLS before it")
+    for pair in filter(None, config.e2b.templates.split(",")):
+        if not all(pair.partition("=")[::2]):
+            raise bad("e2b.templates", "must be alias=environment,...")
     if config.node.warn_sandboxes > config.node.max_sandboxes and origins["node.warn_sandboxes"] != "default":
         raise bad("node.warn_sandboxes", f"is above node.max_sandboxes = {config.node.max_sandboxes}")
+
+
+def _host_of(listen: str) -> str | None:
+    """The host of host:port; None when it is not that."""
+    host, colon, port = listen.rpartition(":")
+    return host if colon and host and port.isascii() and port.isdigit() and int(port) <= 65535 else None
 
 
 def is_loopback(host: str) -> bool:

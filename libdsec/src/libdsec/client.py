@@ -90,6 +90,7 @@ class DSecClient:
         self._api = Api(transport, patience)
         self._claims: set[asyncio.Task[Any]] = set()
         self.base_url = url
+        self.api_key = key
         self.layers = Layers(self._api)
         self.environments = Environments(self._api)
         self.images = Images(self._api)

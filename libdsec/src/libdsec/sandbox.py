@@ -156,6 +156,7 @@ class Sandbox:
         session: str | None = None,
         open_stdin: bool = False,
         merge: bool = False,
+        pty: PtySize | None = None,
         stop_at: Sequence[str] = (),
         output_bytes: int | None = None,
         id: str | None = None,
@@ -165,7 +166,7 @@ class Sandbox:
 
         Nothing is dropped while the stream is read: a slow reader slows the command, as with any pipe. After a lost connection it attaches
         again from where it was (`reattach=False`: StreamLost); what ran over the log's bound meanwhile shows as Gap. Input over 512 KiB
-        goes through `open_stdin=True` and `Command.write_stdin`.
+        goes through `open_stdin=True` and `Command.write_stdin`. `pty`: on a terminal of this size; all it writes is stdout then.
         """
         spec, late = make_spec(
             argv,
@@ -179,6 +180,7 @@ class Sandbox:
             stdin=stdin,
             open_stdin=open_stdin,
             merge=merge,
+            pty=pty,
             stop_at=stop_at,
             output_bytes=output_bytes,
         )

@@ -88,7 +88,8 @@ class Frames:
 class CommandStream:
     """The events of one command: an async iterator, and an async context manager that lets go of the connection early.
 
-    `id` is the command's id. `stdout_offset` and `stderr_offset` are the positions reached. `result` is set when the `Exit` event came.
+    `id` is the command's id, `pid` that of its process inside (0: not known yet). `stdout_offset` and `stderr_offset` are the positions
+    reached. `result` is set when the `Exit` event came.
     """
 
     def __init__(
@@ -109,6 +110,8 @@ class CommandStream:
         self.stdout_offset = stdout_offset
         self.stderr_offset = stderr_offset
         self.result: ExecResult | None = None
+        self.pid = 0
+        self._early: Event | None = None
         self._spec = spec  # to run it; None once it runs
         self._follow = follow
         self._reattach = reattach
@@ -120,23 +123,38 @@ class CommandStream:
         return self
 
     async def __anext__(self) -> Event:
+        early, self._early = self._early, None
+        if early is not None:
+            return early
         while not self._done:
-            try:
-                if self._frames is None:
-                    self._frames = await self._open()
-                event = await self._next(self._frames)
-            except (ConnectionFailed, Unavailable, StreamLost) as error:
-                await self._close()
-                await self._broke(error)
-            except BaseException:
-                self._done = True
-                await self._close()
-                raise
-            else:
-                if event is not None:
-                    self._failures = 0
-                    return event
+            event = await self._step()
+            if event is not None:
+                return event
         raise StopAsyncIteration
+
+    async def started(self) -> int:
+        """Wait until the command runs; gives its `pid`. Raises when it cannot start. What it writes is still to be read."""
+        while self._spec is not None and not self._done and self._early is None:
+            self._early = await self._step()
+        return self.pid
+
+    async def _step(self) -> Event | None:
+        """One frame, or one more attempt to have the stream; None: nothing for the reader."""
+        try:
+            if self._frames is None:
+                self._frames = await self._open()
+            event = await self._next(self._frames)
+        except (ConnectionFailed, Unavailable, StreamLost) as error:
+            await self._close()
+            await self._broke(error)
+            return None
+        except BaseException:
+            self._done = True
+            await self._close()
+            raise
+        if event is not None:
+            self._failures = 0
+        return event
 
     async def __aenter__(self) -> CommandStream:
         return self
@@ -190,6 +208,7 @@ class CommandStream:
             raise ConnectionFailed(f"the stream is malformed: {error}", sent=True) from error
         if event.event == "start":
             self._spec = None  # from here on it is attached to, never sent again
+            self.pid = event.pid or self.pid
         elif event.event == "gap":
             if event.stream == "stdout":
                 self.stdout_offset = event.to

@@ -45,6 +45,7 @@ from libdsec.wire import (
     Limits,
     PackResult,
     PoolInfo,
+    PtySize,
     PushResult,
     SandboxInfo,
     SessionInfo,
@@ -77,7 +78,8 @@ class _Wrapper:
 class SyncCommandStream(_Wrapper):
     """The events of one command: an async iterator, and an async context manager that lets go of the connection early.
 
-    `id` is the command's id. `stdout_offset` and `stderr_offset` are the positions reached. `result` is set when the `Exit` event came.
+    `id` is the command's id, `pid` that of its process inside (0: not known yet). `stdout_offset` and `stderr_offset` are the positions
+    reached. `result` is set when the `Exit` event came.
     """
 
     _inner: _stream.CommandStream
@@ -86,6 +88,11 @@ class SyncCommandStream(_Wrapper):
     def id(self) -> str:
         """As in `CommandStream`."""
         return self._inner.id
+
+    @property
+    def pid(self) -> int:
+        """As in `CommandStream`."""
+        return self._inner.pid
 
     @property
     def stdout_offset(self) -> int:
@@ -104,6 +111,10 @@ class SyncCommandStream(_Wrapper):
 
     def __iter__(self) -> Iterator[Event]:
         return self._portal.iterate(self._inner)
+
+    def started(self) -> int:
+        """Wait until the command runs; gives its `pid`. Raises when it cannot start. What it writes is still to be read."""
+        return self._portal.run(self._inner.started())
 
     def __enter__(self) -> SyncCommandStream:
         return self
@@ -355,16 +366,16 @@ class SyncSandbox(_Wrapper):
     def stream(
         self, argv: Sequence[str] | None = None, *, shell: str | None = None, timeout: float | None = None, cwd: str | None = None,
         env: Mapping[str, str] | None = None, user: str | None = None, stdin: bytes | str | None = None, session: str | None = None,
-        open_stdin: bool = False, merge: bool = False, stop_at: Sequence[str] = (), output_bytes: int | None = None, id: str | None = None,
-        reattach: bool = True,
+        open_stdin: bool = False, merge: bool = False, pty: PtySize | None = None, stop_at: Sequence[str] = (),
+        output_bytes: int | None = None, id: str | None = None, reattach: bool = True,
     ) -> SyncCommandStream:
         """Run a program, or `shell` text, and iterate over its events: Stdout, Stderr, Gap, at last Exit.
 
         Nothing is dropped while the stream is read: a slow reader slows the command, as with any pipe. After a lost connection it attaches
         again from where it was (`reattach=False`: StreamLost); what ran over the log's bound meanwhile shows as Gap. Input over 512 KiB
-        goes through `open_stdin=True` and `Command.write_stdin`.
+        goes through `open_stdin=True` and `Command.write_stdin`. `pty`: on a terminal of this size; all it writes is stdout then.
         """
-        made: SyncCommandStream = _wrap(self._portal, self._inner.stream(argv, shell=shell, timeout=timeout, cwd=cwd, env=env, user=user, stdin=stdin, session=session, open_stdin=open_stdin, merge=merge, stop_at=stop_at, output_bytes=output_bytes, id=id, reattach=reattach))
+        made: SyncCommandStream = _wrap(self._portal, self._inner.stream(argv, shell=shell, timeout=timeout, cwd=cwd, env=env, user=user, stdin=stdin, session=session, open_stdin=open_stdin, merge=merge, pty=pty, stop_at=stop_at, output_bytes=output_bytes, id=id, reattach=reattach))
         return made
 
     def start(
@@ -636,6 +647,11 @@ class SyncDSecClient(_Wrapper):
     def base_url(self) -> str:
         """As in `DSecClient`."""
         return self._inner.base_url
+
+    @property
+    def api_key(self) -> str | None:
+        """As in `DSecClient`."""
+        return self._inner.api_key
 
     @property
     def layers(self) -> SyncLayers:

@@ -580,6 +580,7 @@ class StreamEvent(Reply):
 
     event: str
     id: str | None = None
+    pid: int = 0  # of `start`: inside the sandbox; 0 when it is not known
     stream: str | None = None
     from_: int = msgspec.field(name="from", default=0)
     to: int = 0

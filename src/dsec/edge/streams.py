@@ -52,7 +52,7 @@ async def output(stream: Stream, sandbox: str, command: str, request: int) -> As
             yield ended(sandbox, frame.payload)
             return
         elif frame.type == wire.F_STARTED:
-            yield StreamEvent(event="start", id=command)
+            yield StreamEvent(event="start", id=command, pid=Fields(frame.payload).u64(wire.T_PID))
         elif frame.type == wire.F_GAP:
             fields = Fields(frame.payload)
             name = _NAMES.get(fields.u64(wire.T_STREAM), "stdout")

@@ -1,0 +1,1 @@
+"""Adapters on the SDK: other platforms' protocols, spoken to sandboxes of dsec."""

@@ -1,0 +1,298 @@
+"""The sandboxes of this face, and their timeouts.
+
+What E2B has and a node has not is kept in labels (`e2b.*`), so that a restarted face finds it again. A timeout that ends a sandbox is a
+lease of the node: it holds without this process. A timeout that pauses is a timer here; after a restart it begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dsec.faces.e2b.errors import Failure, gone, invalid, not_found
+from dsec.faces.e2b.models import NewSandbox
+from libdsec import Command, DSecClient, DSecContainerRunArgs, Sandbox, State, errors
+from libdsec.wire import SandboxInfo
+
+log = logging.getLogger("dsec.faces.e2b")
+
+OURS = "e2b."  # of label keys that are not the caller's
+MARK = OURS + "face"
+TEMPLATE, TIMEOUT, ON_TIMEOUT, AUTO_RESUME = OURS + "template", OURS + "timeout", OURS + "on-timeout", OURS + "auto-resume"
+PRUNE_EVERY = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a face is told."""
+
+    templates: Mapping[str, str] = dataclasses.field(default_factory=dict)  # alias -> environment; others are their own names
+    user: str | None = None  # of commands and files that name none; None: the environment's USER
+    domain: str | None = None  # of host names <port>-<id>.<domain>
+    timeout: int = 300  # seconds that a sandbox gets when nobody says; in new clients the server decides
+
+
+@dataclasses.dataclass(eq=False)
+class Process:
+    """A command that was started here, under the pid by which clients name it."""
+
+    pid: int
+    id: str  # of the command
+    pty: bool
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tag: str | None = None
+    known: Command | None = None
+    killed: bool = False  # it takes a moment until it has ended
+
+    async def command(self, box: Box) -> Command:
+        """It as the SDK has it. CommandNotFound."""
+        if self.known is None:
+            self.known = await box.sandbox.command(self.id)
+        return self.known
+
+
+class Box:
+    """What this face remembers of one sandbox."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        labels = sandbox.info.labels
+        self.sandbox = sandbox
+        self.id = sandbox.id
+        self.template = labels.get(TEMPLATE, "")
+        self.timeout = float(labels.get(TIMEOUT, "300"))
+        self.pauses = labels.get(ON_TIMEOUT) == "pause"
+        self.auto_resume = labels.get(AUTO_RESUME) == "1"
+        self.paused = sandbox.info.paused  # by this face: then data plane calls do not wake it
+        self.ends_at: float | None = None  # of a sandbox whose timeout pauses it
+        self.timer: asyncio.TimerHandle | None = None
+        self.turn = asyncio.Lock()  # of pause and resume
+        self.processes: dict[int, Process] = {}
+        self.homes: dict[str, str] = {}
+        self.cpu: tuple[float, float] | None = None  # when it was looked at, and the CPU seconds then
+
+    def forget(self) -> None:
+        """No more of it."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Boxes:
+    """All of them."""
+
+    def __init__(self, client: DSecClient, settings: Settings) -> None:
+        self.client = client
+        self.settings = settings
+        self._known: dict[str, Box] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Find those of an earlier face."""
+        for info in await self.infos():
+            await self._take(info)
+        self._spawn(self._prune())
+
+    async def close(self) -> None:
+        """Let go of everything; the sandboxes live on."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for box in self._known.values():
+            box.forget()
+
+    async def infos(self) -> list[SandboxInfo]:
+        """Every live sandbox that this face made, as the node has it now."""
+        found = await self.client.list({MARK: "1"})
+        return [info for info in found if info.state is State.RUNNING]
+
+    # making ---------------------------------------------------------------------------------------------------------------------
+    async def create(self, wanted: NewSandbox, key: str | None) -> Box:
+        """A new sandbox from a template, which is an environment or a snapshot."""
+        timeout = self.settings.timeout if wanted.timeout is None else wanted.timeout
+        if timeout == 0:
+            raise invalid("timeout must be at least 1 second")
+        metadata = wanted.metadata or {}
+        for name in metadata:
+            if name.startswith(OURS) or "=" in name:
+                raise invalid(f"metadata key {name!r}: it must not begin with {OURS!r} or hold '='", "metadata_key")
+        labels = {**metadata, MARK: "1", TEMPLATE: wanted.template_id, TIMEOUT: str(timeout)}
+        if wanted.auto_pause:
+            labels[ON_TIMEOUT] = "pause"
+        if wanted.auto_resume is not None and wanted.auto_resume.enabled:
+            labels[AUTO_RESUME] = "1"
+        lifetime = None if wanted.auto_pause else float(timeout)
+        args = DSecContainerRunArgs(
+            container_image=self.settings.templates.get(wanted.template_id, wanted.template_id), memory_limit_mb=None, cpu_cores_limit=None,
+            ttl_running_stop=None, init_user=self.settings.user, max_lifetime=lifetime, env=wanted.env_vars, labels=labels,
+        )  # fmt: skip
+        named = None if key is None else f"e2b-{key}"
+        try:
+            sandbox = await self.client.run_container(args, idempotency_key=named)
+        except errors.LayerNotFound:
+            snapshot = await self.snapshot(wanted.template_id)
+            if snapshot is None:
+                raise not_found(f"template {wanted.template_id!r}", "template_not_found") from None
+            sandbox = await self.client.restore(
+                snapshot, labels=labels, env=wanted.env_vars, max_lifetime=lifetime, ttl_running_stop=None, idempotency_key=named
+            )
+        return self._add(sandbox)
+
+    async def snapshot(self, reference: str) -> str | None:
+        """The id of a snapshot that is named by its id or its name."""
+        found = await self.client.snapshots.list()
+        named = [one.id for one in found if one.name == reference]
+        return reference if any(one.id == reference for one in found) else named[0] if named else None  # the newest
+
+    async def fork(self, box: Box, count: int, timeout: int) -> list[Box]:
+        """Children with the files of a sandbox."""
+        lifetime = None if box.pauses else float(timeout)
+        children = [self._add(child) for child in await box.sandbox.fork(count, max_lifetime=lifetime, labels={TIMEOUT: str(timeout)})]
+        return children
+
+    # finding --------------------------------------------------------------------------------------------------------------------
+    async def get(self, sandbox_id: str) -> Box:
+        """A sandbox of this face, for the control plane, as the node has it now. Failure 404."""
+        box = self._known.get(sandbox_id)
+        try:
+            if box is None:
+                return self._add(await self.client.connect(sandbox_id))
+            await box.sandbox.refresh()
+        except errors.SandboxNotFound:
+            self.drop(sandbox_id)
+            raise not_found(f"sandbox {sandbox_id!r}", "sandbox_not_found") from None
+        if box.sandbox.info.state is not State.RUNNING:
+            self.drop(sandbox_id)
+            raise not_found(f"sandbox {sandbox_id!r}", "sandbox_not_found")
+        return box
+
+    async def awake(self, sandbox_id: str) -> Box:
+        """A sandbox for the data plane: one that runs. Failure 502."""
+        box = self._known.get(sandbox_id)
+        if box is None:
+            try:
+                box = await self.get(sandbox_id)
+            except Failure:
+                raise gone(sandbox_id) from None
+        if box.paused:
+            if not box.auto_resume:
+                raise gone(sandbox_id)
+            await self.resume(box, box.timeout)
+        return box
+
+    def drop(self, sandbox_id: str) -> None:
+        """It is gone."""
+        box = self._known.pop(sandbox_id, None)
+        if box is not None:
+            box.forget()
+
+    def _add(self, sandbox: Sandbox) -> Box:
+        if MARK not in sandbox.info.labels or sandbox.info.state is not State.RUNNING:
+            raise not_found(f"sandbox {sandbox.id!r}", "sandbox_not_found")
+        known = self._known.get(sandbox.id)
+        if known is not None:  # created again with the same key
+            return known
+        box = self._known[sandbox.id] = Box(sandbox)
+        if box.pauses and not box.paused:
+            self._arm(box, box.timeout)
+        return box
+
+    # time -----------------------------------------------------------------------------------------------------------------------
+    def end_of(self, info: SandboxInfo) -> float:
+        """When its timeout comes, in Unix seconds. A sandbox that is paused has none: then it is now."""
+        box = self._known.get(info.id)
+        found = box.ends_at if box is not None and box.pauses else info.deadline
+        return time.time() if found is None else found
+
+    async def set_timeout(self, box: Box, seconds: float, *, longer_only: bool = False) -> None:
+        """From now; 0 ends it at once, as its timeout would."""
+        if box.paused:
+            raise Failure(409, f"sandbox {box.id} is paused", "sandbox_paused")
+        if longer_only and self.end_of(box.sandbox.info) >= time.time() + seconds:
+            return
+        if seconds <= 0:
+            await (self.pause(box) if box.pauses else self.kill(box))
+        elif box.pauses:
+            self._arm(box, seconds)
+        else:
+            await box.sandbox.set_lifetime(max_lifetime=seconds)
+
+    async def pause(self, box: Box) -> None:
+        """Nothing runs until `resume`, and it lives for as long as that takes. Failure 409 when it is so already."""
+        async with box.turn:
+            if box.paused:
+                raise Failure(409, f"sandbox {box.id} is paused already", "sandbox_paused")
+            left = self.end_of(box.sandbox.info) - time.time()
+            if not box.pauses:
+                await box.sandbox.set_lifetime(max_lifetime=None)
+            box.paused = True
+            try:
+                await box.sandbox.pause()
+            except BaseException:
+                box.paused = False
+                if not box.pauses:
+                    await box.sandbox.set_lifetime(max_lifetime=max(left, 1.0))
+                raise
+            box.forget()
+            box.ends_at = None
+
+    async def resume(self, box: Box, seconds: float) -> bool:
+        """Whether it was paused; then it has this timeout."""
+        async with box.turn:
+            if not box.paused and not box.sandbox.info.paused:
+                return False
+            if not box.pauses:
+                await box.sandbox.set_lifetime(max_lifetime=seconds)
+            await box.sandbox.resume()
+            box.paused = False
+            if box.pauses:
+                self._arm(box, seconds)
+            return True
+
+    async def kill(self, box: Box) -> None:
+        """End it."""
+        self.drop(box.id)
+        await box.sandbox.stop()
+
+    def _arm(self, box: Box, seconds: float) -> None:
+        if box.timer is not None:
+            box.timer.cancel()
+        box.ends_at = time.time() + seconds
+        box.timer = asyncio.get_running_loop().call_later(seconds, lambda: self._spawn(self._time_out(box)))
+
+    async def _time_out(self, box: Box) -> None:
+        try:
+            await self.pause(box)
+        except Failure:
+            return  # somebody else did
+        except (errors.SandboxNotFound, errors.SandboxEnded):
+            self.drop(box.id)
+        except errors.DSecError as error:
+            log.warning("sandbox %s could not be paused at its timeout, it is tried again: %s", box.id, error.message)
+            self._arm(box, 10.0)
+
+    # upkeep ---------------------------------------------------------------------------------------------------------------------
+    async def _take(self, info: SandboxInfo) -> None:
+        with contextlib.suppress(Failure, errors.SandboxNotFound):
+            self._add(await self.client.connect(info.id))
+
+    async def _prune(self) -> None:
+        """Forget those that ended by themselves."""
+        while True:
+            await asyncio.sleep(PRUNE_EVERY)
+            before = set(self._known)
+            try:
+                live = {info.id for info in await self.infos()}
+            except errors.DSecError:
+                continue
+            for sandbox_id in before - live:
+                self.drop(sandbox_id)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

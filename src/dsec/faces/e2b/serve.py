@@ -1,0 +1,107 @@
+"""The process of the face. `python -m dsec.faces.e2b.serve [--config FILE] [--set KEY=VALUE]...`
+
+It talks to the node of the environment (`DSEC_URL`, else the one on this machine), says on stdout where it listens, and ends with SIGTERM
+or SIGINT. With `DSEC_CHILD` in its environment it ends with its standard input too: what a node started does not outlive it. Sandboxes
+live on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+
+import uvloop
+from uvicorn.config import Config as HttpConfig
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from dsec.config import Config, ConfigError, E2bConfig, from_argv
+from dsec.faces.e2b.app import App
+from dsec.faces.e2b.boxes import Boxes, Settings
+from dsec.faces.e2b.keys import Keys
+from libdsec import DSecClient
+from libdsec.errors import DSecError
+
+DEFAULT_LISTEN = "127.0.0.1:7433"
+KEEP_ALIVE = 75  # seconds that an idle connection is kept
+BACKLOG = 2048
+CHILD = "DSEC_CHILD"
+
+
+def settings(config: E2bConfig) -> Settings:
+    """What the face is told."""
+    pairs = [pair.partition("=") for pair in config.templates.split(",") if pair]
+    templates = {alias: environment for alias, _, environment in pairs}
+    return Settings(templates, config.user or None, config.domain or None, config.timeout)
+
+
+def keys(client: DSecClient) -> Keys:
+    """Those that follow from the key of the node that the client talks to."""
+    if client.api_key is None:
+        raise ConfigError("the node's API key is not known: set DSEC_API_KEY")
+    return Keys(client.api_key)
+
+
+@contextlib.asynccontextmanager
+async def serving(client: DSecClient, config: E2bConfig, listening: socket.socket) -> AsyncIterator[Keys]:
+    """The face on a bound socket."""
+    made, boxes = keys(client), Boxes(client, settings(config))
+    await boxes.open()
+    state = ServerState()
+    http = HttpConfig(
+        App(boxes, made), loop="none", http=HttpToolsProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
+        access_log=False, proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE,
+    )  # fmt: skip
+    http.load()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: HttpToolsProtocol(config=http, server_state=state, app_state={}), sock=listening, backlog=BACKLOG
+    )
+    try:
+        yield made
+    finally:
+        server.close()
+        for task in list(state.tasks):
+            task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await boxes.close()
+
+
+async def run(config: Config) -> None:
+    """Serve until a signal."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    child = bool(os.environ.get(CHILD))
+    if child:
+        loop.add_reader(sys.stdin.fileno(), stopping.set)
+    host, _, port = config.e2b.listen.rpartition(":")
+    with contextlib.closing(socket.create_server((host.strip("[]"), int(port)))) as listening:
+        async with DSecClient() as client, serving(client, config.e2b, listening) as made:
+            url = f"http://{host}:{listening.getsockname()[1]}"
+            print(f"E2B at {url}" + ("" if child else f"\nE2B_API_KEY={made.api_key}"), flush=True)
+            await stopping.wait()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The process."""
+    logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
+    try:
+        uvloop.run(run(from_argv(sys.argv[1:] if argv is None else argv).config))
+    except (ConfigError, DSecError, OSError) as error:
+        print(f"dsec e2b: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
