@@ -27,11 +27,12 @@ import ssl
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from dsec import logs
@@ -49,6 +50,7 @@ from libdsec.wire import CpuClass
 
 log = logging.getLogger("dsec.node")
 CHECKS_KEPT = 300.0
+FACE_PAUSE = 0.5  # seconds before the process of a face is started again, at first
 
 
 class CannotStart(Exception):
@@ -87,7 +89,8 @@ async def run(config: Config) -> None:
                 await server.serve(local)
                 with _ready(config, listening, tls is not None, version) as url:
                     log.info("node %s serves at %s", version, url)
-                    await stopping.wait()
+                    async with _face(config, key):
+                        await stopping.wait()
                 log.info("node stops; sandboxes run on")
             finally:
                 await server.stop()
@@ -282,6 +285,42 @@ def _ready(config: Config, listening: socket.socket, tls: bool, version: str) ->
     finally:
         path.unlink(missing_ok=True)
         (config.run / "node.sock").unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def _face(config: Config, key: str) -> AsyncIterator[None]:
+    """The process that speaks E2B runs meanwhile, where there is to be one."""
+    keeping = asyncio.ensure_future(_keep_face(config, key)) if config.e2b.listen else None
+    try:
+        yield
+    finally:
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _keep_face(config: Config, key: str) -> None:
+    settings = [f"--set=e2b.{field.name}={getattr(config.e2b, field.name)}" for field in msgspec.structs.fields(config.e2b)]
+    environment = {**os.environ, "DSEC_URL": f"unix://{config.run / 'node.sock'}", "DSEC_API_KEY": key, "DSEC_CHILD": "1"}
+    pause = FACE_PAUSE
+    while True:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "dsec.faces.e2b.serve", *settings, env=environment, stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            if said := await process.stdout.readline():
+                log.info("%s", said.decode("utf-8", "replace").strip())
+                pause = FACE_PAUSE
+            status = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+        log.error("the process that speaks E2B ended with %d; another is started in %g s", status, pause)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 30.0)
 
 
 def _signals() -> asyncio.Event:

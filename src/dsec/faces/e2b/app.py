@@ -5,6 +5,7 @@ A request is a sandbox's when its host name, a header, its token or its path say
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -43,6 +44,7 @@ class App:
     def __init__(self, boxes: Boxes, keys: Keys) -> None:
         self.boxes = boxes
         self.keys = keys
+        self.closing = False
         control, templates = Control(boxes, keys), Templates(boxes)
         build = templates.refuse
         self._routes: dict[tuple[str, ...], Callable[..., Awaitable[None]]] = {
@@ -80,6 +82,9 @@ class App:
                 await self._control(request)
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            if not self.closing:
+                raise
         except Failure as failure:
             await self._fail(request, failure, fail)
         except DSecError as error:
@@ -134,7 +139,7 @@ class App:
             raise Failure(502, f"The sandbox is running but port is not open: {port}", "port_unsupported", connect="unavailable")
         path = request.path
         if path == ["health"]:
-            await self.boxes.awake(sandbox_id)
+            await self.boxes.health(sandbox_id)
             await request.empty()
             return
         self._authorize(request, sandbox_id)

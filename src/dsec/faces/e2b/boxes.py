@@ -184,6 +184,15 @@ class Boxes:
             await self.resume(box, box.timeout)
         return box
 
+    async def health(self, sandbox_id: str) -> None:
+        """Failure 502 unless it runs now."""
+        try:
+            box = await self.get(sandbox_id)
+        except Failure:
+            raise gone(sandbox_id) from None
+        if box.paused:
+            raise gone(sandbox_id)
+
     def drop(self, sandbox_id: str) -> None:
         """It is gone."""
         box = self._known.pop(sandbox_id, None)

@@ -54,8 +54,9 @@ async def serving(client: DSecClient, config: E2bConfig, listening: socket.socke
     made, boxes = keys(client), Boxes(client, settings(config))
     await boxes.open()
     state = ServerState()
+    app = App(boxes, made)
     http = HttpConfig(
-        App(boxes, made), loop="none", http=HttpToolsProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
+        app, loop="none", http=HttpToolsProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
         access_log=False, proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE,
     )  # fmt: skip
     http.load()
@@ -67,6 +68,7 @@ async def serving(client: DSecClient, config: E2bConfig, listening: socket.socke
         yield made
     finally:
         server.close()
+        app.closing = True  # commands run on; what waits here is broken off
         for task in list(state.tasks):
             task.cancel()
         await asyncio.gather(*state.tasks, return_exceptions=True)

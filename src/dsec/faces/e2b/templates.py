@@ -58,7 +58,7 @@ class Templates:
     async def _environment(self, alias: str) -> bool:
         try:
             await self.boxes.client.environments.get(self.boxes.settings.templates.get(alias, alias))
-        except errors.LayerNotFound:
+        except (errors.LayerNotFound, errors.InvalidRequest):  # it cannot be the name of one
             return False
         return True
 
