@@ -12,6 +12,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -234,11 +235,30 @@ def no_template(s: Sandbox) -> None:
     raises(SandboxException, lambda: Sandbox.create("no-such-template"), "404")
 
 
-@feature("template build")
+@feature("template build: COPY, RUN, ENV, WORKDIR, USER")
 def template_build(s: Sandbox) -> None:
     need(e2b, "Template")
-    raises(Exception, lambda: e2b.Template.build(e2b.Template().from_image("debian:12").run_cmd("true"), alias="x"), "not supported")
-    raise Refused
+    with tempfile.TemporaryDirectory() as context:
+        os.makedirs(f"{context}/tree/below")
+        for name, text in (("one.txt", f"one of {RUN}"), ("tree/two.txt", "two"), ("tree/below/three.sh", "echo three")):
+            with open(f"{context}/{name}", "w") as file:
+                file.write(text)
+        template = (
+            e2b.Template(file_context_path=context).from_template("base").copy("one.txt", "/srv/").copy("tree", "/srv/tree", mode=0o755)
+            .set_envs({"MADE": 'by "steps" $HOME'}).set_workdir("/srv").run_cmd("cat one.txt > copied; id -un > who").run_cmd("id -un > /tmp/who", user="nobody")
+        )
+        heard: list[str] = []
+        name = f"made-{RUN}"
+        named = {"name": name} if "name" in inspect.signature(e2b.Template.build).parameters else {"alias": name}
+        e2b.Template.build(template, **named, cpu_count=1, memory_mb=512, on_build_logs=lambda entry: heard.append(entry.message))
+        assert any("ready" in line for line in heard)
+        with Sandbox.create(name, timeout=60) as made:
+            ran = made.commands.run("pwd; cat copied who /tmp/who tree/two.txt; sh tree/below/three.sh; stat -c %a tree/two.txt; echo $MADE")
+            assert ran.stdout == f'/srv\none of {RUN}root\nnobody\ntwothree\n755\nby "steps" $HOME\n', ran.stdout
+            assert made.get_info().memory_mb == 512
+        failing = e2b.Template().from_template("base").run_cmd("echo it broke; exit 5")
+        raises(e2b.exceptions.BuildException, lambda: e2b.Template.build(failing, **named))
+        raises(e2b.exceptions.BuildException, lambda: e2b.Template.build(e2b.Template().from_template("base").set_start_cmd("sleep 1", "true"), **named), "not supported")
 
 
 # commands -----------------------------------------------------------------------------------------------------------------------

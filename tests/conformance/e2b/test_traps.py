@@ -1,8 +1,10 @@
 """The traps of the E2B wire that one sees only by hand; the clients themselves are in test_clients.py. T numbers are those of docs/e2b.md."""
 from __future__ import annotations
 
+import io
 import re
 import socket
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -325,8 +327,8 @@ def test_t21_nothing_is_ignored_later(api: httpx.Client, made: Make, face: Face)
     is_error(api.post(f"{at}/pause", json={"memory": False}), 400, "filesystem_pause_unsupported")
     is_error(api.post(f"{at}/connect", json={"memory": False}), 400, "reboot_unsupported")
     is_error(api.post(f"{at}/snapshots", json={"memory": True}), 400, "memory_snapshot_unsupported")
-    is_error(api.post("/v3/templates", json={"name": "x"}), 400, "template_build_unsupported")
-    is_error(api.get("/templates/x/files/00"), 400, "template_build_unsupported")
+    is_error(api.post("/templates/tags", json={"target": "x", "tags": ["y"]}), 400, "template_tags_unsupported")
+    is_error(api.post("/v3/templates", json={"name": "x", "minFreeDiskMb": 5}), 400, "disk_unsupported")
     is_error(api.get("/volumes"), 404, "route_unsupported")
     for method in ("WatchDir", "CreateWatcher"):
         reply = httpx.post(f"{face.url}/filesystem.Filesystem/{method}", json={"path": "/"}, headers=token(sandbox))
@@ -335,6 +337,54 @@ def test_t21_nothing_is_ignored_later(api: httpx.Client, made: Make, face: Face)
     assert reply.json()["code"] == "unimplemented"
     binary = httpx.post(f"{face.url}/process.Process/List", content=b"\x0a", headers={**token(sandbox), "content-type": "application/proto"})
     assert binary.json()["code"] == "unimplemented"
+
+
+def test_t06_template_builds(api: httpx.Client, face: Face) -> None:
+    """Exact codes; what a build cannot do is refused before it begins; an upload needs its own address and stays below its directory."""
+    asked = api.post("/v3/templates", json={"name": "team/x:v1", "tags": ["v2"]})
+    assert asked.status_code == 202 and asked.json()["tags"] == ["v1", "v2"]
+    at = f"/templates/{quote('team/x', safe='')}"
+    build = f"{at}/builds/{asked.json()['buildID']}"
+    files = "ab" * 32
+    link = api.get(f"{at}/files/{files}")
+    assert link.status_code == 201 and link.json()["present"] is False
+    is_error(httpx.put(link.json()["url"][:-1] + "_", content=b"x"), 401, "unauthenticated")
+    is_error(api.get(f"{at}/files/..%2Fx"), 400, "invalid_request")
+    copying = {"type": "COPY", "args": ["f", "/srv/", "", ""], "filesHash": files}
+    is_error(api.post(f"/v2{build}", json={"fromTemplate": "base", "steps": [copying]}), 400, "files_missing")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        escaping = tarfile.TarInfo("../escaped")
+        tar.addfile(escaping, io.BytesIO())
+    assert httpx.put(link.json()["url"], content=packed.getvalue()).status_code == 200 and api.get(f"{at}/files/{files}").json()["present"] is True
+    for steps, code in (
+        ([{"type": "RUN", "args": []}], "step_unsupported"), ([{"type": "EXPOSE", "args": ["1"]}], "step_unsupported"),
+        ([{"type": "WORKDIR", "args": ["/a\nRUN rm"]}], "invalid_request"), ([{"type": "ENV", "args": ["A", "b\nRUN x"]}], "invalid_request"),
+        ([{**copying, "args": ["../../etc/passwd", "/srv/"]}], "invalid_request"), ([{"type": "RUN", "args": ["true"], "x": 1}], "unknown_field"),
+    ):  # fmt: skip
+        is_error(api.post(f"/v2{build}", json={"fromTemplate": "base", "steps": steps}), 400, code)
+    is_error(api.post(f"/v2{build}", json={"fromTemplate": "base", "startCmd": "x"}), 400, "start_cmd_unsupported")
+    is_error(api.post(f"/v2{build}", json={"steps": []}), 400, "invalid_request")
+    assert api.get(f"{build}/status").json()["status"] == "waiting"
+    assert api.post(f"/v2{build}", json={"fromTemplate": "base", "steps": [copying]}).status_code == 202
+    is_error(api.post(f"/v2{build}", json={"fromTemplate": "base", "steps": []}), 409, "build_started")
+    end = time.monotonic() + 20
+    while (found := api.get(f"{build}/status").json())["status"] == "building":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert found["status"] == "error" and "escaped" in found["reason"]["message"]
+    is_error(api.get(f"{at}/builds/none/status"), 404, "build_not_found")
+
+
+def test_logs_say_what_ran(face: Face, api: httpx.Client, made: Make) -> None:
+    sandbox = made()
+    list(stream(face.url, "process.Process/Start", shell("exit 4"), token(sandbox)))
+    at = f"/v2/sandboxes/{sandbox['sandboxID']}/logs"
+    first, second = api.get(at).json()["logs"]
+    assert first["message"].startswith("started: ") and second["message"].endswith("exit status 4") and first["timestamp"] <= second["timestamp"]
+    assert api.get(at, params={"direction": "backward", "limit": 1}).json()["logs"] == [second]
+    assert api.get(at, params={"search": "ended"}).json()["logs"] == [second] and api.get(at, params={"level": "error"}).json()["logs"] == []
+    is_error(api.get(at, params={"direction": "up"}), 400, "invalid_request")
 
 
 def test_a_create_with_a_key_is_made_once(api: httpx.Client) -> None:

@@ -2,7 +2,8 @@
 
     app.py          one request to its handler: control plane, or a sandbox's envd by host name, header, token or signature
     boxes.py        the sandboxes of this face: what it remembers of each, and their timeouts
-    control.py      /sandboxes and /v2/sandboxes;  templates.py: aliases, snapshots
+    control.py      /sandboxes and /v2/sandboxes;  logs.py: what happened in one
+    templates.py    aliases, snapshots;  builds.py: template builds
     process.py      envd's process.Process;  filesystem.py: filesystem.Filesystem;  files.py: /files
     connect.py      envd's protocol: Connect with JSON
     models.py       request bodies: a field that is not there is refused

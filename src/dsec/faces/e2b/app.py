@@ -12,10 +12,12 @@ from collections.abc import Awaitable, Callable
 
 from dsec.faces.e2b import connect, errors, files, filesystem, process
 from dsec.faces.e2b.boxes import Box, Boxes
+from dsec.faces.e2b.builds import Builds
 from dsec.faces.e2b.control import Control
 from dsec.faces.e2b.errors import Failure, gone, not_found
 from dsec.faces.e2b.http import ClientGone, Receive, Request, Scope, Send
 from dsec.faces.e2b.keys import Keys, has_expired
+from dsec.faces.e2b.logs import Logs
 from dsec.faces.e2b.templates import Templates
 from libdsec.errors import DSecError
 
@@ -45,8 +47,8 @@ class App:
         self.boxes = boxes
         self.keys = keys
         self.closing = False
-        control, templates = Control(boxes, keys), Templates(boxes)
-        build = templates.refuse
+        control, templates, builds = Control(boxes, keys), Templates(boxes), Builds(boxes, keys)
+        self._builds = builds
         self._routes: dict[tuple[str, ...], Callable[..., Awaitable[None]]] = {
             ("POST", "sandboxes"): control.create, ("POST", "v2", "sandboxes"): control.create,
             ("GET", "sandboxes"): control.list_running, ("GET", "v2", "sandboxes"): control.list,
@@ -56,10 +58,20 @@ class App:
             ("POST", "sandboxes", "*", "timeout"): control.set_timeout, ("POST", "sandboxes", "*", "refreshes"): control.refresh,
             ("PUT", "sandboxes", "*", "network"): control.network, ("GET", "sandboxes", "*", "metrics"): control.metrics,
             ("POST", "sandboxes", "*", "fork"): control.fork, ("POST", "sandboxes", "*", "snapshots"): control.snapshot,
+            ("GET", "v2", "sandboxes", "*", "logs"): Logs(boxes).read,
             ("GET", "snapshots"): templates.snapshots, ("GET", "templates", "aliases", "*"): templates.alias,
             ("DELETE", "templates", "*"): templates.remove,
-            ("POST", "v3", "templates"): build, ("POST", "v2", "templates"): build, ("POST", "templates"): build,
+            ("POST", "v3", "templates"): builds.request, ("GET", "templates", "*", "files", "*"): builds.upload_link,
+            ("POST", "v2", "templates", "*", "builds", "*"): builds.start,
+            ("GET", "templates", "*", "builds", "*", "status"): builds.status,
+            ("GET", "templates", "*", "tags"): templates.refuse, ("POST", "templates", "tags"): templates.refuse,
+            ("DELETE", "templates", "tags"): templates.refuse,
         }  # fmt: skip
+
+    async def close(self) -> None:
+        """What runs here ends."""
+        self.closing = True
+        await self._builds.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -99,6 +111,9 @@ class App:
 
     # control plane --------------------------------------------------------------------------------------------------------------
     async def _control(self, request: Request) -> None:
+        if request.method == "PUT" and request.path[0] == "uploads" and len(request.path) == 3:
+            await self._builds.upload(request, *request.path[1:])
+            return
         if not self.keys.is_api_key(request.header(b"x-api-key") or ""):
             raise Failure(401, "a valid API key is needed in X-API-KEY", "unauthenticated")
         handler, names = self._route((request.method, *request.path))
@@ -108,11 +123,12 @@ class App:
 
     def _route(self, given: tuple[str, ...]) -> tuple[Callable[..., Awaitable[None]] | None, list[str]]:
         """The handler, and what stands in the places of the stars."""
+        literal = self._routes.get(given)
+        if literal is not None:
+            return literal, []
         for pattern, handler in self._routes.items():
             if len(pattern) == len(given) and all(one in ("*", other) for one, other in zip(pattern, given, strict=True)):
                 return handler, [other for one, other in zip(pattern, given, strict=True) if one == "*"]
-        if given[1:2] == ("templates",) or given[2:3] == ("templates",):
-            return self._routes["POST", "templates"], []
         return None, []
 
     # data plane -----------------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Control:
         cores = info.limits.cpu_cores or 1.0
         share = max(0.0, used.cpu_seconds - before) / max(now - since, 1e-3) / cores
         sample = {
-            "timestamp": _time(now), "timestampUnix": int(now), "cpuCount": math.ceil(cores), "cpuUsedPct": round(100 * share, 2),
+            "timestamp": timestamp(now), "timestampUnix": int(now), "cpuCount": math.ceil(cores), "cpuUsedPct": round(100 * share, 2),
             "memUsed": used.memory, "memTotal": used.memory_limit, "memCache": 0, "diskUsed": used.disk, "diskTotal": used.disk_limit,
         }  # fmt: skip
         await request.json([sample])
@@ -176,10 +176,10 @@ class Control:
     def _shown(self, info: SandboxInfo) -> dict[str, Any]:
         template, limits = info.labels.get(TEMPLATE, ""), info.limits
         return {
-            "templateID": template, "alias": template, "sandboxID": info.id, "clientID": info.id[:4], "startedAt": _time(info.created_at),
-            "endAt": _time(self.boxes.end_of(info)), "envdVersion": ENVD_VERSION, "cpuCount": math.ceil(limits.cpu_cores or 1),
-            "memoryMB": limits.memory_mb or 0, "diskSizeMB": limits.disk_mb or 0, "state": "paused" if info.paused else "running",
-            "metadata": _metadata(info),
+            "templateID": template, "alias": template, "sandboxID": info.id, "clientID": info.id[:4], "envdVersion": ENVD_VERSION,
+            "startedAt": timestamp(info.created_at), "endAt": timestamp(self.boxes.end_of(info)), "metadata": _metadata(info),
+            "cpuCount": math.ceil(limits.cpu_cores or 1), "memoryMB": limits.memory_mb or 0, "diskSizeMB": limits.disk_mb or 0,
+            "state": "paused" if info.paused else "running",
         }  # fmt: skip
 
     def _timeout(self, given: int | None) -> int:
@@ -262,7 +262,7 @@ def number(params: dict[str, str], name: str, default: int, most: int) -> int:
     return int(text)
 
 
-def _time(seconds: float) -> str:
+def timestamp(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 

@@ -42,6 +42,14 @@ class Keys:
         """Whether it opens this sandbox."""
         return hmac.compare_digest(token.encode("latin-1", "replace"), self.token(sandbox_id).encode("latin-1", "replace"))
 
+    def upload_token(self, files: str) -> str:
+        """What permits one upload."""
+        return self._derive("upload " + files)[:40]
+
+    def is_upload_token(self, files: str, token: str) -> bool:
+        """Whether it permits this upload."""
+        return hmac.compare_digest(token.encode("latin-1", "replace"), self.upload_token(files).encode())
+
     def is_signature(self, sandbox_id: str, given: str, path: str, operation: str, user: str, expires: str | None) -> bool:
         """Whether it signs one operation ("read" or "write") on a file of this sandbox. That it has not expired is not looked at here."""
         text = f"{path}:{operation}:{user}:{self.token(sandbox_id)}" + (f":{expires}" if expires is not None else "")

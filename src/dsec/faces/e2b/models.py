@@ -176,3 +176,41 @@ class Watch(Model):
 
 class Watcher(Model):
     watcher_id: str = ""
+
+
+# templates ------------------------------------------------------------------------------------------------------------------------
+
+
+class NewTemplate(Model):
+    name: str | None = None
+    alias: str | None = None
+    tags: list[str] = msgspec.field(default_factory=list)
+    cpu_count: Annotated[int, Meta(ge=0)] | None = None
+    memory_mb: Annotated[int, Meta(ge=0)] | None = msgspec.field(default=None, name="memoryMB")
+    min_free_disk_mb: int | None = None
+
+
+class Step(Model):
+    type: str
+    args: list[str] = msgspec.field(default_factory=list)
+    files_hash: str | None = None
+    force: bool | None = None
+    force_upload: bool | None = None  # what follows was of use to the client alone
+    resolve_symlinks: bool | None = None
+    gzip: bool | None = None
+
+
+class RegistryLogin(Model):
+    type: str
+    username: str = ""
+    password: str = ""
+
+
+class StartBuild(Model):
+    from_image: str | None = None
+    from_template: str | None = None
+    from_image_registry: RegistryLogin | None = None
+    steps: list[Step] = msgspec.field(default_factory=list)
+    start_cmd: str | None = None
+    ready_cmd: str | None = None
+    force: bool | None = None

@@ -68,7 +68,7 @@ async def serving(client: DSecClient, config: E2bConfig, listening: socket.socke
         yield made
     finally:
         server.close()
-        app.closing = True  # commands run on; what waits here is broken off
+        await app.close()  # commands run on; what waits here is broken off
         for task in list(state.tasks):
             task.cancel()
         await asyncio.gather(*state.tasks, return_exceptions=True)

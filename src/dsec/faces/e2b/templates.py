@@ -52,8 +52,8 @@ class Templates:
         await request.json([_snapshot(one) for one in page], headers={"x-next-token": page[-1].id} if more else None)
 
     async def refuse(self, request: Request) -> None:
-        """What belongs to building templates."""
-        raise refused("building templates", "template_build_unsupported")
+        """Tags are given when a template is built."""
+        raise refused("changing tags of a template", "template_tags_unsupported")
 
     async def _environment(self, alias: str) -> bool:
         try:
