@@ -394,6 +394,7 @@ def test_a_create_with_a_key_is_made_once(api: httpx.Client) -> None:
     is_error(api.post("/v2/sandboxes", json={**body, "timeout": 61}, headers=key), 409, "idempotency_conflict")
     is_error(api.post("/v2/sandboxes", json=body, headers={"Idempotency-Key": "Not Good"}), 400, "idempotency_key")
     api.delete(f"/sandboxes/{first}")
+    is_error(api.post("/v2/sandboxes", json=body, headers=key), 409, "idempotency_conflict")
 
 
 def test_timeouts_that_pause_are_taken_up_by_the_next_face(own_face: Callable[..., tuple[FaceProcess, Face]]) -> None:

@@ -140,6 +140,8 @@ class Boxes:
             sandbox = await self.client.restore(
                 snapshot, labels=labels, env=wanted.env_vars, max_lifetime=lifetime, ttl_running_stop=None, idempotency_key=named
             )
+        if sandbox.info.state is not State.RUNNING:  # of an earlier call with this key
+            raise Failure(409, f"sandbox {sandbox.id} of this Idempotency-Key has ended", "idempotency_conflict")
         return self._add(sandbox)
 
     async def snapshot(self, reference: str) -> str | None:

@@ -62,8 +62,13 @@ async def attach(box: Box, request: Request) -> None:
 async def list_all(box: Box, request: Request) -> None:
     await connect.unary(request, models.Empty)
     found = []
-    for info in await box.sandbox.commands():
-        if info.ending is Ending.RUNNING:
+    before, listed = list(box.processes.items()), await box.sandbox.commands()
+    running = {info.id for info in listed if info.ending is Ending.RUNNING}
+    for pid, process in before:  # those whose end nobody here has seen
+        if process.id not in running and box.processes.get(pid) is process:
+            del box.processes[pid]
+    for info in listed:
+        if info.id in running:
             known = box.processes.get(info.pid)
             mine = known is not None and known.id == info.id
             config = known.config if known is not None and mine else {"cmd": info.title or "", "args": [], "envs": {}}
