@@ -168,6 +168,33 @@ def test_t12_a_full_node(tmp_path: Path) -> None:
         node.destroy()
 
 
+async def test_a_fork_takes_running_commands_along(api: httpx.Client, client: DSecClient, face: Face, made: Make) -> None:
+    sandbox = made()
+    events = stream(face.url, "process.Process/Start", shell("n=0; while :; do n=$((n+1)); echo $n > /tmp/n; sleep 0.02; done"), token(sandbox))
+    pid = next(events)[1]["event"]["start"]["pid"]
+    forked = api.post(f"/sandboxes/{sandbox['sandboxID']}/fork", json={})
+    if not (await client.node()).capabilities["container"]["fork_memory"]:
+        is_error(forked, 400, "memory_fork_unsupported")
+        return
+    child = forked.json()[0]["sandbox"]
+    try:
+        listed = httpx.post(f"{face.url}/process.Process/List", json={}, headers=token(child)).json()["processes"]
+        assert [one["pid"] for one in listed] == [pid]
+
+        def count() -> int:
+            return int(httpx.get(f"{face.url}/files", params={"path": "/tmp/n"}, headers=token(child)).text or 0)
+
+        before, end = count(), time.monotonic() + 10
+        while count() <= before + 3:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        killed = httpx.post(f"{face.url}/process.Process/SendSignal", json={"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"}, headers=token(child))
+        assert killed.status_code == 200
+    finally:
+        events.close()
+        api.delete(f"/sandboxes/{child['sandboxID']}")
+
+
 async def test_t13_names_of_templates_hold_slashes(api: httpx.Client, client: DSecClient, made: Make, python_image: str) -> None:
     name = "team/tool:v1"
     await client.environments.create(name, [python_image])

@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dsec.faces.e2b.errors import Failure, gone, invalid, not_found
+from dsec.faces.e2b.errors import Failure, gone, invalid, not_found, refused
 from dsec.faces.e2b.models import NewSandbox
-from libdsec import Command, DSecClient, DSecContainerRunArgs, Sandbox, State, errors
+from libdsec import Command, DSecClient, DSecContainerRunArgs, Ending, Sandbox, State, errors
 from libdsec.wire import SandboxInfo
 
 log = logging.getLogger("dsec.faces.e2b")
@@ -89,6 +89,7 @@ class Boxes:
         self.client = client
         self.settings = settings
         self._known: dict[str, Box] = {}
+        self._fork_memory: bool | None = None  # not asked yet
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -151,10 +152,19 @@ class Boxes:
         return reference if any(one.id == reference for one in found) else named[0] if named else None  # the newest
 
     async def fork(self, box: Box, count: int, timeout: int) -> list[Box]:
-        """Children with the files of a sandbox."""
+        """Children with the files of a sandbox and, where there are any, its running commands."""
+        running = any(info.ending is Ending.RUNNING for info in await box.sandbox.commands())
+        if running and not await self._copies_memory():
+            raise refused("a fork of running commands (this node has no criu)", "memory_fork_unsupported")
         lifetime = None if box.pauses else float(timeout)
-        children = [self._add(child) for child in await box.sandbox.fork(count, max_lifetime=lifetime, labels={TIMEOUT: str(timeout)})]
-        return children
+        children = await box.sandbox.fork(count, memory=running, max_lifetime=lifetime, labels={TIMEOUT: str(timeout)})
+        return [self._add(child) for child in children]
+
+    async def _copies_memory(self) -> bool:
+        if self._fork_memory is None:
+            capabilities = (await self.client.node()).capabilities
+            self._fork_memory = capabilities.get("container", {}).get("fork_memory", False)
+        return self._fork_memory
 
     # finding --------------------------------------------------------------------------------------------------------------------
     async def get(self, sandbox_id: str) -> Box:
