@@ -145,6 +145,7 @@ def pause(s: Sandbox) -> None:
     assert pausing() in (False, None)  # 409
     assert other.get_info().state == SandboxState.PAUSED and other.is_running() is False
     raises(TimeoutException, lambda: other.commands.run("true"))
+    raises(TimeoutException, handle.wait)  # its stream has ended, the process has not
     again = Sandbox.connect(other.sandbox_id, timeout=90)
     assert again.files.read("/tmp/kept") == "kept\n" and handle.pid in [one.pid for one in again.commands.list()]
     info = again.get_info()

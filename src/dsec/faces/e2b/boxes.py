@@ -71,6 +71,7 @@ class Box:
         self.ends_at: float | None = None  # of a sandbox whose timeout pauses it
         self.timer: asyncio.TimerHandle | None = None
         self.turn = asyncio.Lock()  # of pause and resume
+        self.cut = asyncio.Event()  # set when it is paused, and then another one is made: its streams end
         self.processes: dict[int, Process] = {}
         self.homes: dict[str, str] = {}
         self.cpu: tuple[float, float] | None = None  # when it was looked at, and the CPU seconds then
@@ -260,6 +261,8 @@ class Boxes:
                 raise
             box.forget()
             box.ends_at = None
+            box.cut.set()
+            box.cut = asyncio.Event()
 
     async def resume(self, box: Box, seconds: float) -> bool:
         """Whether it was paused; then it has this timeout."""

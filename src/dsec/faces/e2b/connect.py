@@ -139,16 +139,21 @@ async def _next(source: AsyncIterator[T]) -> T:
     return await anext(source)
 
 
-async def unless_gone(request: Request, work: Any) -> None:
-    """Run until the end, or until the client is gone: then the work is cancelled."""
+async def unless_gone(request: Request, work: Any, paused: asyncio.Event) -> None:
+    """Run the work of a stream until its end, until the client is gone, or until the sandbox is paused, which the stream says."""
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(request.disconnected())
+    others = [asyncio.ensure_future(request.disconnected()), asyncio.ensure_future(paused.wait())]
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        working.result()
-    finally:
-        watching.cancel()
+        await asyncio.wait((working, *others), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+            return
         working.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(working, return_exceptions=True)
+        if others[0].done():
+            raise ClientGone
+        await Stream(request).finish(Failure(499, "the sandbox was paused", "sandbox_paused"))
+    finally:
+        for task in (working, *others):
+            task.cancel()
+        await asyncio.gather(working, *others, return_exceptions=True)
