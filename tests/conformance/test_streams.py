@@ -7,7 +7,8 @@ import time
 import psutil
 import pytest
 
-from libdsec import DSecClient, Ending, Sandbox, errors
+from libdsec import DSecClient, Ending, Exit, Sandbox, Stdout, errors
+from libdsec.wire import PtySize
 
 from .conftest import MakeBox
 
@@ -152,3 +153,20 @@ async def test_stdin_pipe_and_pty(box: Sandbox) -> None:
             break
     await terminal.resize(rows=50, cols=120)
     assert b"50 120" in (await terminal.wait()).stdout
+
+
+async def test_a_stream_that_started_knows_its_pid(box: Sandbox) -> None:
+    async with box.stream(shell="echo $$; sleep 0.2; echo end") as stream:
+        pid = await stream.started()
+        events = [event async for event in stream]
+    assert pid == stream.pid > 0
+    assert b"".join(event.data for event in events if isinstance(event, Stdout)) == f"{pid}\nend\n".encode() and isinstance(events[-1], Exit)
+    async with box.stream(["/no/such/program"]) as broken:
+        with pytest.raises(errors.BinaryNotFound):
+            await broken.started()
+
+
+async def test_a_stream_on_a_terminal(box: Sandbox) -> None:
+    async with box.stream(shell="stty size; test -t 0 && echo terminal; echo err >&2", pty=PtySize(rows=33, cols=99)) as stream:
+        events = [event async for event in stream]
+    assert b"".join(event.data for event in events if isinstance(event, Stdout)).split() == [b"33", b"99", b"terminal", b"err"]
