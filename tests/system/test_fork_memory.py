@@ -239,6 +239,27 @@ async def test_what_cannot_go_on_is_refused_by_name(node: Node, client: DSecClie
     await memory.stop()
 
 
+SHARED = """
+import multiprocessing.shared_memory, time
+kept = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
+while True:
+    print(kept.name, flush=True)
+    time.sleep(0.05)
+"""
+
+
+async def test_children_that_cannot_be_restored_leave_nothing(node: Node, client: DSecClient) -> None:
+    """Its images can be taken, but a child has another /dev/shm: all children fail when they are nearly there."""
+    box = await client.run_container(args())
+    command = await box.start(["python3", "-c", SHARED])
+    await lines(command)
+    async with unharmed(node, client, box):
+        with pytest.raises(errors.CheckpointFailed, match=f"{command.id} could not be restored: .*dev/shm"):
+            await box.fork(4, memory=True)
+        await lines(command, len(await lines(command)) + 3)
+    await box.stop()
+
+
 BUSY = """
 import asyncio, fcntl, mmap, multiprocessing, os, socket, time
 gone = open("/srv/gone", "w+b")
