@@ -124,7 +124,11 @@ static int prepare(const char *filter, const char *criu, pid_t join, const pid_t
     setrlimit(RLIMIT_NOFILE, &files);
   }
   if (null_streams(f) || embedded("init", init_start, init_end, 0111, &node.init_fd, f) || read_filter(filter, f) || cgroup_open(f)) return -1;
-  if (criu && take_criu(criu, f)) return -1;
+  struct fault none = {0};             // which is no reason to have no sandboxes
+  if (criu && take_criu(criu, &none)) {
+    fprintf(stderr, "launcher: %s: no forks with memory\n", none.message);
+    close_fd(&node.criu);
+  }
   if ((node.host_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the mount namespace");
   if (join ? root_join(join, f) : root_make(f)) return -1;
   if ((node.own_ns = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the mount namespace");
