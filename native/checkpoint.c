@@ -74,8 +74,22 @@ static int check_commands(struct fault *f) {
   return 0;
 }
 
+// The highest id inside of a process's threads: where pids have begun again from the low ones it is not the one that was given last.
+static int32_t highest_of(int32_t pid) {
+  char path[48];
+  struct process p;
+  int32_t highest = 0;
+  snprintf(path, sizeof path, "/proc/%d/task", pid);
+  DIR *d = opendir(path);
+  if (!d) return 0;
+  for (struct dirent *e; (e = readdir(d));)
+    if (e->d_name[0] != '.' && !look(atoi(e->d_name), &p) && p.inner > highest) highest = p.inner;
+  closedir(d);
+  return highest;
+}
+
 // Every process inside is PID 1, an idle session's, or of the tree of a running command.
-static int check_processes(struct fault *f) {
+static int check_processes(int32_t *highest, struct fault *f) {
   static int32_t all[MOST_PIDS], idle[MOST_PIDS];
   char name[ID_SIZE + 4], who[64];
   const char *session;
@@ -97,6 +111,8 @@ static int check_processes(struct fault *f) {
     int found = 0;
     for (const struct command *cmd = A.live; cmd && !found; cmd = cmd->next) found = running(cmd) && below(&p, cmd->pid);
     if (!found) return refuse(f, who, "it belongs to no running command, as it left the one that started it");
+    int32_t own = highest_of(p.pid);
+    if (own > *highest) *highest = own;
   }
   return 0;
 }
@@ -252,7 +268,7 @@ static int wipe(const struct command *cmd, int dir, struct fault *f) {
   return 0;
 }
 
-static int dump(const struct command *cmd, const char *where, struct fault *f) {
+static int dump(const struct command *cmd, const char *where, int32_t highest, struct fault *f) {
   char path[4200], pid[16], group[32];
   struct memory m = {0};
   struct process p;
@@ -268,7 +284,7 @@ static int dump(const struct command *cmd, const char *where, struct fault *f) {
   struct criu c = {.args = args, .images = path, .log = log};
   pid_t criu = bad ? -1 : criu_start(A.s, &c, &pidfd, f);
   bad = criu < 0 || wait_for(cmd->rec.command, criu, pidfd, log, f) || same_user_namespace(dir, p.inner, f) || about_kernel(dir, f) || wipe(cmd, dir, f) ||
-        stdin_of(cmd, dir, &m, f) || hand_over(dir, f) || describe(cmd, dir, p.inner, c.last_pid, &m, f);
+        stdin_of(cmd, dir, &m, f) || hand_over(dir, f) || describe(cmd, dir, p.inner, c.last_pid > highest ? c.last_pid : highest, &m, f);
   close_fd(&pidfd);
   close_fd(&log);
   close_fd(&dir);
@@ -276,8 +292,9 @@ static int dump(const struct command *cmd, const char *where, struct fault *f) {
 }
 
 int checkpoint_take(const char *dir, struct fault *f) {
-  if (check_commands(f) || check_processes(f) || check_sockets(f)) return -1;
+  int32_t highest = 0;
+  if (check_commands(f) || check_processes(&highest, f) || check_sockets(f)) return -1;
   for (const struct command *cmd = A.live; cmd; cmd = cmd->next)
-    if (running(cmd) && (dump(cmd, dir, f) || snapshot_freeze(f))) return -1;
+    if (running(cmd) && (dump(cmd, dir, highest, f) || snapshot_freeze(f))) return -1;
   return 0;
 }
