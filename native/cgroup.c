@@ -117,7 +117,7 @@ int cgroup_open(struct fault *f) {
 }
 
 static int group(int parent, const char *id, const char *what, struct fault *f) {
-  if (mkdirat(parent, id, 0755)) return fault_host(f, errno, "make the %s cgroup %s/%s", what, node.cgroup, id);
+  if (mkdirat(parent, id, 0755)) return fault_lack(f, "cgroups", errno, "make the %s cgroup %s/%s", what, node.cgroup, id);
   int fd = openat(parent, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   return fd < 0 ? fault_host(f, errno, "open the %s cgroup %s/%s", what, node.cgroup, id) : fd;
 }
@@ -175,7 +175,7 @@ static int watch_oom(struct sandbox *s, struct fault *f) {
   snprintf(path, sizeof path, "/proc/self/fd/%d/memory.events", s->cgroup_fd);
   s->oom_fd = inotify_init1(IN_CLOEXEC | IN_NONBLOCK);
   if (s->oom_fd < 0 || inotify_add_watch(s->oom_fd, path, IN_MODIFY) < 0)
-    return fault_host(f, errno, "watch memory.events of %s", s->spec.id);
+    return fault_lack(f, "inotify", errno, "watch memory.events of %s", s->spec.id);
   return 0;
 }
 

@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "util.h"
 
 #define DEPTH 8                        // of groups below one of ours; inside nobody can make any, a privileged guest might
 
@@ -20,8 +21,9 @@ int group_make(const char *name, struct fault *f) {
   int made = !mkdirat(A.s->cgroup_fd, name, 0755);
   int fd = made || errno == EEXIST ? openat(A.s->cgroup_fd, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
   if (fd >= 0) return fd;
-  *f = (struct fault){.code = errno == ENOMEM ? "no_memory" : "internal", .err = errno};
-  snprintf(f->message, sizeof f->message, "make cgroup %s: %s", name, strerror(errno));
+  *f = (struct fault){0};
+  if (errno == ENOMEM) fault_set(f, "no_memory", errno, "make cgroup %s", name);
+  else fault_lack(f, "cgroups", errno, "make cgroup %s", name);
   if (made) unlinkat(A.s->cgroup_fd, name, AT_REMOVEDIR);
   return -1;
 }

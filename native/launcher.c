@@ -4,11 +4,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <getopt.h>
+#include <linux/btrfs.h>
 #include <linux/mount.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -25,6 +27,7 @@
 #include "wire.h"
 
 #define CONTROL 3
+#define MEDIUM_LOW (256u << 20)        // bytes free
 #define FILTER_MAX 4096                // instructions, the kernel's own limit
 #ifndef MFD_EXEC
 #define MFD_EXEC 0x10u                 // Linux 6.3
@@ -39,6 +42,12 @@ static uint8_t request[sizeof(struct frame) + WIRE_MAX];
 static uint8_t reply[4096];
 static struct order order;
 static struct sandbox sandbox;
+
+// Children that have not answered yet. One that dies over its request leaves a pipe that ends without a word; then the launcher answers.
+#define MAX_WORK 256
+static struct work { int pipe; uint32_t request; } work[MAX_WORK];
+static int working;
+static int word = -1;                  // the child's end of its pipe
 
 // ---- getting ready ----------------------------------------------------------------------------------------------------------------------
 
@@ -153,8 +162,15 @@ static int answer(uint8_t type, uint32_t number, const struct fault *f) {
     frame_text(&b, T_CODE, f->code);
     frame_text(&b, T_MESSAGE, f->message);
     frame_u64(&b, T_ERRNO, (uint64_t)f->err);
+    if (f->resource) frame_text(&b, T_RESOURCE, f->resource);
   }
   return frame_send(CONTROL, &b);
+}
+
+// The child has sent its answer.
+static void answered(void) {
+  (void)!write(word, "", 1);
+  close_fd(&word);
 }
 
 static void create(uint32_t number, int userns, struct fault *f) __attribute__((noreturn));
@@ -167,6 +183,7 @@ static void create(uint32_t number, int userns, struct fault *f) {
   userns_forget(userns);
   if (core_take((int)order.spec.cpu_class, f) || sandbox_create(&sandbox, &order.spec, userns, f)) {
     answer(F_ERROR, number, f);
+    answered();
     _exit(1);
   }
   struct buf b = {.data = reply, .cap = sizeof reply};
@@ -179,6 +196,7 @@ static void create(uint32_t number, int userns, struct fault *f) {
     sandbox_remove(&sandbox);
     _exit(1);
   }
+  answered();
   close(CONTROL);
   close_fd(&node.init_fd);
   aether_main(&sandbox);
@@ -187,6 +205,8 @@ static void create(uint32_t number, int userns, struct fault *f) {
 static void disk_usage(uint32_t number) {
   struct statfs st = {0};
   if (node.medium >= 0) fstatfs(node.medium, &st);
+  // what was freed counts as used until the next commit, which may be half a minute away: begin it
+  if (node.medium >= 0 && (uint64_t)st.f_bavail * (uint64_t)st.f_bsize < MEDIUM_LOW) (void)ioctl(node.medium, BTRFS_IOC_START_SYNC, NULL);
   struct buf b = {.data = reply, .cap = sizeof reply};
   uint64_t block = (uint64_t)st.f_bsize;
   frame_begin(&b, F_STATUS, 0, number);
@@ -194,6 +214,35 @@ static void disk_usage(uint32_t number) {
   frame_u64(&b, T_DISK_USED, (st.f_blocks - st.f_bfree) * block);
   frame_u64(&b, T_BYTES, st.f_bavail * block);           // free
   frame_send(CONTROL, &b);
+}
+
+// A process for one request, which answers by itself. In the child: 0.
+static pid_t begin(uint32_t number, struct fault *f) {
+  int p[2];
+  if (working == MAX_WORK) return fault_set(f, "resource_exhausted", 0, "%d requests are under way", working);
+  if (pipe2(p, O_CLOEXEC)) return fault_host(f, errno, "make a pipe");
+  pid_t pid = fork();
+  if (pid < 0) fault_host(f, errno, "start a process");
+  close(p[pid ? 1 : 0]);
+  if (pid < 0) close(p[0]);
+  if (pid > 0) work[working++] = (struct work){p[0], number};
+  if (pid) return pid;
+  for (int i = 0; i < working; i++) close(work[i].pipe);
+  word = p[1];
+  return 0;
+}
+
+// `i` has answered or is dead. The errno tells the edge that something may be left.
+static void ended(int i) {
+  char byte;
+  struct fault f = {0};
+  ssize_t n = read(work[i].pipe, &byte, 1);
+  close(work[i].pipe);
+  if (n != 1) {
+    fault_set(&f, "resource_exhausted", EOWNERDEAD, "the process that served the request was killed");
+    answer(F_ERROR, work[i].request, &f);
+  }
+  work[i] = work[--working];
 }
 
 static void serve(const struct frame *h, size_t size) {
@@ -204,16 +253,17 @@ static void serve(const struct frame *h, size_t size) {
   // (un)mounting what FUSE serves waits for the loader, which only this process brings back when it dies
   int waits = loader_by_fuse() && ((h->type == F_MOUNT_LAYER && order.fill) || h->type == F_UMOUNT_LAYER);
   if (!bad && (h->type == F_CREATE || h->type == F_REAP || waits)) {
-    pid_t pid = fork();
+    pid_t pid = begin(h->request, &f);
     if (pid > 0) return;               // the child answers
     if (!pid && h->type == F_CREATE) create(h->request, userns, &f);
     if (!pid) {
       if (h->type == F_REAP) bad = spec_check(&order.spec, node.cgroup, 0, &f) || reap(&order.spec, &f);
       else bad = h->type == F_UMOUNT_LAYER ? layer_umount(order.name, &f) : layer_mount(order.name, order.path, order.data, order.fill, &f);
       answer(bad ? F_ERROR : F_OK, h->request, &f);
+      answered();
       _exit(0);
     }
-    bad = fault_host(&f, errno, "start a process");
+    bad = -1;
   } else if (!bad) {
     switch (h->type) {
       case F_MOUNT_LAYER: bad = layer_mount(order.name, order.path, order.data, order.fill, &f); break;
@@ -247,10 +297,13 @@ static void revive(void) {
 static int loop(void) {
   for (;;) {
     struct frame h;
-    struct pollfd p[] = {{.fd = CONTROL, .events = POLLIN}, {.fd = node.loader, .events = POLLIN}};
+    struct pollfd p[2 + MAX_WORK] = {{.fd = CONTROL, .events = POLLIN}, {.fd = node.loader, .events = POLLIN}};
+    for (int i = 0; i < working; i++) p[2 + i] = (struct pollfd){.fd = work[i].pipe, .events = POLLIN};
     int dead = node.loader < 0 && loader_present();
-    if (poll(p, 2, dead ? 50 : -1) < 0) continue;
+    if (poll(p, (nfds_t)(2 + working), dead ? 50 : -1) < 0) continue;
     if (p[1].revents || dead) revive();
+    for (int i = working - 1; i >= 0; i--)
+      if (p[2 + i].revents) ended(i);
     if (!p[0].revents) continue;
     ssize_t n = recv(CONTROL, request, sizeof request, 0);
     if (n < 0 && errno == EINTR) continue;

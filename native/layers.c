@@ -39,7 +39,7 @@ static int data_prepare(const char *name, const char *data, int fill, char *link
   if (*data != '/') return fault_set(f, "invalid_request", 0, "the data path of layer %s is not absolute", name);
   if (fill && !loader_present()) return fault_set(f, "unsupported", 0, "layer %s: this machine cannot load on demand (neither fanotify pre-content events nor /dev/fuse)", name);
   int fd = host_open(data, O_PATH);
-  if (fd < 0) return fault_set(f, errno == ENOENT || errno == ENOTDIR ? "layer_not_found" : "internal", errno, "layer %s: open %s", name, data);
+  if (fd < 0) return errno_lack(errno) ? fault_host(f, errno, "layer %s: open %s", name, data) : fault_set(f, errno == ENOENT || errno == ENOTDIR ? "layer_not_found" : "internal", errno, "layer %s: open %s", name, data);
   snprintf(link, cap, "/proc/self/fd/%d", fd);
   if (fstat(fd, &st) || !S_ISREG(st.st_mode)) fault_set(f, "layer_invalid", 0, "layer %s: %s is not a regular file", name, data);
   else if (fill && loader_mark(link)) fault_host(f, errno, "layer %s: watch reads of %s", name, data);
@@ -55,7 +55,7 @@ int layer_mount(const char *name, const char *path, const char *data, int fill, 
   if (layer_mounted(name)) return 0;
   if (!path || *path != '/') return fault_set(f, "invalid_request", 0, "the path of layer %s is not absolute", name);
   int file = host_open(path, O_RDONLY);
-  if (file < 0) return fault_set(f, errno == ENOENT || errno == ENOTDIR ? "layer_not_found" : "internal", errno, "layer %s: open %s", name, path);
+  if (file < 0) return errno_lack(errno) ? fault_host(f, errno, "layer %s: open %s", name, path) : fault_set(f, errno == ENOENT || errno == ENOTDIR ? "layer_not_found" : "internal", errno, "layer %s: open %s", name, path);
   if (fstat(file, &st) || !S_ISREG(st.st_mode)) {
     close(file);
     return fault_set(f, "layer_invalid", 0, "layer %s: %s is not a regular file", name, path);
@@ -82,7 +82,7 @@ int layer_mount(const char *name, const char *path, const char *data, int fill, 
   if (f->code) return -1;
   if (err == EINVAL || err == EUCLEAN || err == EOPNOTSUPP || err == EIO || err == EBADMSG)
     return fault_set(f, "layer_invalid", err, "layer %s: %s is not an EROFS image that this kernel can mount", name, path);
-  return fault_host(f, err, "mount layer %s from %s", name, path);
+  return fault_lack(f, "mounts", err, "mount layer %s from %s", name, path);
 }
 
 int layer_umount(const char *name, struct fault *f) {

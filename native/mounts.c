@@ -62,7 +62,7 @@ static int fail(int status, const struct fault *f) {
 static int place(const char *path, struct fault *f) {
   return errno == ENOTDIR || errno == ENOENT || errno == ELOOP || errno == EINVAL
            ? fault_set(f, "layer_invalid", errno, "%s in the layers is not a directory", path)
-           : fault_host(f, errno, "mount %s", path);
+           : fault_lack(f, "mounts", errno, "mount %s", path);
 }
 
 // A private copy of a mount, with the ids of the sandbox.
@@ -70,7 +70,7 @@ static int own_copy(const char *path, const struct sandbox *s, struct fault *f) 
   int fd = open_tree(AT_FDCWD, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
   struct mount_attr a = {.attr_set = MOUNT_ATTR_IDMAP, .userns_fd = (uint64_t)(unsigned)s->userns_fd};
   if (fd >= 0 && s->userns_fd >= 0 && mount_setattr(fd, "", AT_EMPTY_PATH, &a, sizeof a)) close_fd(&fd);
-  return fd < 0 ? fault_host(f, errno, "map the ids of %s", path) : fd;
+  return fd < 0 ? fault_lack(f, "mounts", errno, "map the ids of %s", path) : fd;
 }
 
 static int lowers(const struct sandbox *s, struct fault *f) {
@@ -82,7 +82,7 @@ static int lowers(const struct sandbox *s, struct fault *f) {
     if (fd < 0) return -1;
     int bad = attach(fd, name) ? errno : 0;
     close(fd);
-    if (bad) return fault_host(f, bad, "attach layer %s", s->spec.layers[i]);
+    if (bad) return fault_lack(f, "mounts", bad, "attach layer %s", s->spec.layers[i]);
   }
   return 0;
 }
@@ -223,18 +223,18 @@ static int proc(const struct sandbox *s, struct fault *f) {
   if (bad) return place("/proc", f);
   for (unsigned i = 0; i < COUNT(masked); i++, bit++) {
     snprintf(path, sizeof path, "/proc/%s", masked[i]);
-    if (node.masks >> bit & 1 && mount("/dev/null", path, NULL, MS_BIND, NULL)) return fault_host(f, errno, "mask %s", path);
+    if (node.masks >> bit & 1 && mount("/dev/null", path, NULL, MS_BIND, NULL)) return fault_lack(f, "mounts", errno, "mask %s", path);
   }
   for (unsigned i = 0; i < COUNT(hidden); i++, bit++) {
     snprintf(path, sizeof path, "/proc/%s", hidden[i]);
-    if (node.masks >> bit & 1 && mount("/dev/mqueue", path, NULL, MS_BIND, NULL)) return fault_host(f, errno, "mask %s", path);
+    if (node.masks >> bit & 1 && mount("/dev/mqueue", path, NULL, MS_BIND, NULL)) return fault_lack(f, "mounts", errno, "mask %s", path);
   }
   for (unsigned i = 0; i < COUNT(readonly); i++, bit++) {
     snprintf(path, sizeof path, "/proc/%s", readonly[i]);
     if (node.masks >> bit & 1 &&
         (mount(path, path, NULL, MS_BIND, NULL) ||
          mount(NULL, path, NULL, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL)))
-      return fault_host(f, errno, "make %s read-only", path);
+      return fault_lack(f, "mounts", errno, "make %s read-only", path);
   }
   return 0;
 }
@@ -271,7 +271,7 @@ static int join(const struct setup *u, struct fault *f) {
   char byte;
   if (read(u->go, &byte, 1) != 1) _exit(2);              // aether failed or died; nobody waits for an answer
   if (cgroup_join(&u->s->spec, f) || class_take(&u->s->spec, f)) return -1;
-  if (unshare(CLONE_NEWCGROUP)) return fault_host(f, errno, "make a cgroup namespace");
+  if (unshare(CLONE_NEWCGROUP)) return fault_lack(f, "namespaces", errno, "make a cgroup namespace");
   return setns(u->aether, CLONE_NEWNET) ? fault_host(f, errno, "join the network namespace") : 0;
 }
 
@@ -360,7 +360,7 @@ void setup_child(struct setup *u) {
 
 int netns_make(struct fault *f) {
   struct ifreq lo = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
-  if (unshare(CLONE_NEWNET)) return fault_host(f, errno, "make a network namespace");
+  if (unshare(CLONE_NEWNET)) return fault_lack(f, "namespaces", errno, "make a network namespace");
   int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   int bad = s < 0 || ioctl(s, SIOCSIFFLAGS, &lo);
   int err = errno;

@@ -50,9 +50,9 @@ static int hear(int pipe, struct sandbox *s, struct fault *f) {
   return 1;
 }
 
-static void identify(const char *path, struct file_id *id, int *executable) {
+static int identify(const char *path, struct file_id *id, int *executable) {
   struct stat st;
-  int fd = open_inside(box.root, path, O_PATH);
+  int fd = open_inside(box.root, path, O_PATH), lack = fd < 0 && errno_lack(errno);
   *id = (struct file_id){0};
   *executable = 0;
   if (fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode)) {
@@ -61,6 +61,7 @@ static void identify(const char *path, struct file_id *id, int *executable) {
     *executable = (st.st_mode & 0111) != 0;
   }
   close_fd(&fd);
+  return lack ? -1 : 0;
 }
 
 // What the new root must have, looked at from outside.
@@ -76,12 +77,11 @@ static int inspect_root(struct sandbox *s, struct fault *f) {
     return fault_host(f, errno, "open /dev/null of %s", s->spec.id);
   if ((s->devpts_fd = open_inside(box.root, "dev/pts", O_RDONLY | O_DIRECTORY)) < 0) return fault_host(f, errno, "open /dev/pts of %s", s->spec.id);
   int dir = open_inside(box.root, s->spec.workdir, O_PATH | O_DIRECTORY);
+  if (dir < 0 && errno_lack(errno)) return fault_host(f, errno, "open the working directory of %s", s->spec.id);
   if (dir < 0) return fault_set(f, "cwd_not_found", errno, "the working directory %.120s", s->spec.workdir);
   close(dir);
   if (account_find(box.root, s->spec.user, s->userns_fd >= 0, &a, f)) return -1;
-  identify("bin/sh", &s->shell, &s->has_shell);
-  identify("bin/bash", &s->bash, &unused);
-  return 0;
+  return identify("bin/sh", &s->shell, &s->has_shell) || identify("bin/bash", &s->bash, &unused) ? fault_host(f, errno, "look at the shell of %s", s->spec.id) : 0;
 }
 
 // PID 1 was made by the setup process, which ends.
@@ -119,21 +119,22 @@ static int start_init(struct sandbox *s, struct fault *f) {
   close(go[0]);
   if (pid < 0) {
     s->init_fd = -1;
-    fault_host(f, err, "make the namespaces of %s", s->spec.id);
+    fault_lack(f, err == EAGAIN ? "processes" : "namespaces", err, "make the namespaces of %s", s->spec.id);
   }
   s->init = pid;
   int heard = pid < 0 || cgroup_limit(s, f) || netns_make(f) ? -1 : 1;
   // a setup that failed meanwhile does not read this, but has said why
   if (heard > 0) heard = write(go[1], "", 1) < 0 && errno != EPIPE ? fault_host(f, errno, "let the setup go on") : hear(status[0], s, f);
   if (heard > 0 && ((s->spec.own_pids && take_over(s, own, f)) || inspect_root(s, f))) heard = -1;
+  int done = heard > 0;                // the end of its messages comes from the exec only after these
   while (heard > 0) heard = hear(status[0], s, f);
   close(status[0]);
   close(go[1]);
   close(self);
   if (own) munmap(own, sizeof *own);
-  // EOF comes from the exec, or from a death on the way
+  // somebody killed it, or the host is out of memory
   struct pollfd dead = {.fd = s->init_fd, .events = POLLIN};
-  if (!heard && poll(&dead, 1, 0) > 0) heard = fault_set(f, "internal", 0, "PID 1 of %s died while it was made", s->spec.id);
+  if (!heard && (!done || poll(&dead, 1, 0) > 0)) heard = fault_set(f, "resource_exhausted", 0, "PID 1 of %s died while it was made", s->spec.id);
   return heard;
 }
 
@@ -249,9 +250,9 @@ static int same_file(const struct file_id *a, const struct file_id *b) {
 int sandbox_shell_replaced(struct sandbox *s) {
   struct file_id id;
   int executable;
-  identify("bin/sh", &id, &executable);
+  if (identify("bin/sh", &id, &executable)) return 0;
   if (!same_file(&id, &s->shell) || executable != s->has_shell) return 1;
-  identify("bin/bash", &id, &executable);
+  if (identify("bin/bash", &id, &executable)) return 0;
   return !same_file(&id, &s->bash) || (id.ino && !executable);
 }
 

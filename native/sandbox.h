@@ -42,7 +42,7 @@ struct sandbox {
 
 struct usage { uint64_t memory, swap, memory_peak, cpu_ns, pids, disk, oom_kills, pids_hits; };
 
-struct fault { const char *code; int err; char message[200]; }; // stable code of an error reply, errno, text that names the thing
+struct fault { const char *code, *resource; int err; char message[200]; }; // stable code of an error reply, what of the host ran out, errno, text
 
 // launcher.c / sandbox.c ------------------------------------------------------------------------------------------------------------
 // 0, or -1 with everything undone. userns: its user namespace, -1 for none

@@ -73,7 +73,7 @@ static int find_user(int root, const char *name, struct account *a) {
   static struct lines l;
   uint32_t want = 0, uid, gid;
   int numeric = !number(name, &want), found = 0;
-  if (lines_open(&l, root, "etc/passwd")) return 0;
+  if (lines_open(&l, root, "etc/passwd")) return errno_lack(errno) ? -1 : 0;
   for (char *line, *x[7]; !found && (line = lines_next(&l));) {
     if (split(line, x, 7) < 6 || number(x[2], &uid) || number(x[3], &gid)) continue;
     if (strcmp(x[0], name) && !(numeric && uid == want)) continue;
@@ -92,7 +92,7 @@ static int find_groups(int root, const char *group, struct account *a) {
   static struct lines l;
   uint32_t gid;
   int found = 0;
-  if (lines_open(&l, root, "etc/group")) return 0;
+  if (lines_open(&l, root, "etc/group")) return errno_lack(errno) ? -1 : 0;
   for (char *line, *x[4]; !found && (line = lines_next(&l));) {
     int fields = split(line, x, 4);
     if (fields < 3 || number(x[2], &gid)) continue;
@@ -117,14 +117,18 @@ int account_find(int root, const char *user, int limited, struct account *a, str
   if (!n || n >= sizeof name) return fault_set(f, "user_not_found", 0, "the user %.80s is not a name, a uid, or one with :group", user);
   memcpy(name, user, n);
   name[n] = 0;
-  if (!find_user(root, name, a)) {
+  int found = find_user(root, name, a);
+  if (found < 0) return fault_host(f, errno, "read the sandbox's /etc/passwd");
+  if (!found) {
     // without an entry: root is 0, a number is itself (group 0), as under docker run
     if (!strcmp(name, "root")) snprintf(a->home, sizeof a->home, "/root");
     else if (number(name, &a->uid)) return fault_set(f, "user_not_found", 0, "there is no user %.80s in the sandbox's /etc/passwd", name);
     snprintf(a->name, sizeof a->name, "%.63s", name);
   }
-  if (!colon) find_groups(root, NULL, a);
-  else if (number(colon + 1, &a->gid) && !find_groups(root, colon + 1, a))
+  const char *group = colon && number(colon + 1, &a->gid) ? colon + 1 : NULL;
+  if (!colon || group) found = find_groups(root, group, a);
+  if (found < 0) return fault_host(f, errno, "read the sandbox's /etc/group");
+  if (group && !found)
     return fault_set(f, "user_not_found", 0, "there is no group %.80s in the sandbox's /etc/group", colon + 1);
   if (limited && (a->uid > ID_MAX || a->gid > ID_MAX))
     return fault_set(f, "user_not_found", 0, "the user %.80s has the ids %u:%u; a sandbox has 0 to %u", user, a->uid, a->gid, ID_MAX);

@@ -16,22 +16,42 @@ static struct { uint32_t base; int fd; } kept[KEPT];
 static unsigned used, next;
 static char stack[16384] __attribute__((aligned(16)));
 
+// What the kernel counts for root of the host, whoever inside takes it: one sandbox shall not have it all. [1]: the host's own limit.
+static const char *const shared[][2] = {
+  {"/proc/sys/user/max_inotify_instances", "/proc/sys/fs/inotify/max_user_instances"},
+  {"/proc/sys/user/max_inotify_watches", "/proc/sys/fs/inotify/max_user_watches"},
+};
+#define SHARE 8                        // of these, the part of it that a sandbox may have
+#define KINDS (sizeof shared / sizeof *shared)
+static char shares[KINDS][24];
+static volatile int limited;           // the process wrote them, or could not
+
 static int hold(void *parent) {
   // nobody else ends it when the launcher is killed right now
-  if (!prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) && getppid() == *(const pid_t *)parent)
+  if (!prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) && getppid() == *(const pid_t *)parent) {
+    for (unsigned i = 0; i < KINDS; i++) (void)write_at(AT_FDCWD, shared[i][0], shares[i]);
+    limited = 1;
     for (;;) pause();
+  }
   return 0;
 }
 
 static int make(uint32_t base, struct fault *f) {
   static const char *const files[] = {"uid_map", "gid_map"};
   static pid_t self;
+  limited = 0;
+  for (unsigned i = 0; i < KINDS; i++) {
+    uint64_t all = 0;
+    read_u64(AT_FDCWD, shared[i][1], &all);
+    snprintf(shares[i], sizeof shares[i], "%llu", (unsigned long long)(all / SHARE > 1 ? all / SHARE : 1));
+  }
   char path[64], map[64];
   int fd = -1;
   self = getpid();
   // a namespace needs a process to be born with; this one shares our memory and descriptors, so it is cheap, and only waits
   pid_t pid = clone(hold, stack + sizeof stack, CLONE_NEWUSER | CLONE_VM | CLONE_FILES | SIGCHLD, &self);
-  if (pid < 0) return fault_host(f, errno, "make a user namespace");
+  if (pid < 0) return fault_lack(f, errno == EAGAIN ? "processes" : "namespaces", errno, "make a user namespace");
+  while (!limited && !kill(pid, 0)) sched_yield();       // it shares our errno, too
   snprintf(map, sizeof map, "0 %u 65536", base);
   for (int i = 0; i < 2 && !f->code; i++) {
     snprintf(path, sizeof path, "/proc/%d/%s", pid, files[i]);

@@ -27,11 +27,37 @@ int fault_set(struct fault *f, const char *code, int err, const char *format, ..
   return -1;
 }
 
+static const char *scarce(int err) {
+  switch (err) {
+    case EAGAIN: return "processes";
+    case EMFILE: case ENFILE: return "descriptors";
+    case ENOMEM: return "memory";
+    case ENOSPC: case EDQUOT: return "disk";
+    case EUSERS: return "namespaces";
+    default: return NULL;
+  }
+}
+
+int errno_lack(int err) { return err == EMFILE || err == ENFILE || err == ENOMEM; }
+
+static int lack(struct fault *f, const char *resource, int err, const char *format, va_list args) {
+  if (!f->code) f->resource = resource;
+  fault_text(f, resource ? "resource_exhausted" : "internal", err, format, args);
+  return -1;
+}
+
 int fault_host(struct fault *f, int err, const char *format, ...) {
-  int scarce = err == ENFILE || err == EMFILE || err == EAGAIN || err == ENOSPC || err == ENOMEM || err == EDQUOT || err == EUSERS;
   va_list args;
   va_start(args, format);
-  fault_text(f, scarce ? "resource_exhausted" : "internal", err, format, args);
+  lack(f, scarce(err), err, format, args);
+  va_end(args);
+  return -1;
+}
+
+int fault_lack(struct fault *f, const char *resource, int err, const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  lack(f, err == EAGAIN || err == ENOSPC || err == EMFILE ? resource : scarce(err), err, format, args);
   va_end(args);
   return -1;
 }

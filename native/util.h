@@ -11,8 +11,12 @@
 
 // Writes down an error (an earlier one stays) and returns -1. The text is cut to fit.
 int fault_set(struct fault *f, const char *code, int err, const char *format, ...) __attribute__((format(printf, 4, 5)));
-// The same with the code that errno means for a resource of the host: resource_exhausted or internal.
+// The same with the code that errno means for a resource of the host: resource_exhausted, and which, or internal.
 int fault_host(struct fault *f, int err, const char *format, ...) __attribute__((format(printf, 3, 4)));
+// The same where the numbers that have several meanings (EAGAIN, ENOSPC, EMFILE) mean this resource.
+int fault_lack(struct fault *f, const char *resource, int err, const char *format, ...) __attribute__((format(printf, 4, 5)));
+
+int errno_lack(int err);               // of an open: the host lacks something, which says nothing of what was to be opened
 
 int write_at(int dir, const char *name, const char *text);                 // open, write, close; 0 or -1
 ssize_t read_at(int dir, const char *name, char *to, size_t cap);          // NUL-terminated; length or -1

@@ -55,6 +55,7 @@ enum tag {
   // files
   T_OP = 128, T_MODE = 129, T_MTIME_NS = 130, T_DEST = 131, T_RECURSIVE = 132, T_DEPTH = 133, T_SIZE = 134, T_TYPE = 135,
   T_UID = 136, T_GID = 137, T_TARGET = 138, T_PARENTS = 139, T_OVERWRITE = 140, T_OWNER = 141, T_GROUP = 142, T_EXCLUDE = 143,
+  T_RESOURCE = 168,                    // of the launcher's ERROR: what of the host ran out
 };
 
 // T_EXEC_FLAGS

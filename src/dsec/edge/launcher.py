@@ -165,7 +165,7 @@ class Launcher:
             try:
                 frame = wire.single(bytes(self._buffer[:got]))
                 future = self._pending.pop(frame.request, None)
-                if future is None and frame.type == wire.F_ERROR:
+                if frame.request == 0 and frame.type == wire.F_ERROR:
                     self._complaint = str(failure(frame.payload))
                 if future is not None and not future.done():
                     if frame.type == wire.F_ERROR:

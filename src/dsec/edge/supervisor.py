@@ -31,6 +31,9 @@ def failure(payload: bytes, **details: Any) -> DSecError:
     number = fields.u64(wire.T_ERRNO)
     if number:
         details["errno"] = number
+    resource = fields.text(wire.T_RESOURCE)
+    if resource:
+        details["resource"] = resource
     return from_body(fields.text(wire.T_CODE, "internal"), fields.text(wire.T_MESSAGE, "the supervisor gave no message"), details)
 
 

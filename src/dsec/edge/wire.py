@@ -191,6 +191,7 @@ T_OVERWRITE: Final = 140
 T_OWNER: Final = 141
 T_GROUP: Final = 142
 T_EXCLUDE: Final = 143
+T_RESOURCE: Final = 168  # of the launcher's ERROR: what of the host ran out
 
 X_STREAM: Final = 1
 X_COLLECT: Final = 2

@@ -5,7 +5,7 @@ A backend starts a supervisor and cleans up when a supervisor is gone; everythin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Protocol
 
@@ -124,8 +124,17 @@ class Backend(Protocol):
     @property
     def capabilities(self) -> Mapping[str, bool]: ...
 
+    @property
+    def mounted(self) -> int:
+        """Layers that are mounted for its sandboxes."""
+        ...
+
     async def open(self, join: int | None) -> None:
         """Get ready. `join`: pid of a supervisor of an earlier edge that still lives, whose mounts are to be shared."""
+        ...
+
+    async def settle(self) -> None:
+        """Wait until what `open` and its likes begin is done."""
         ...
 
     async def close(self) -> None:
@@ -140,8 +149,8 @@ class Backend(Protocol):
         """Remove everything of a sandbox whose supervisor is gone. No error when there is nothing."""
         ...
 
-    async def orphans(self, known: Iterable[str]) -> list[str]:
-        """Ids of sandboxes of this edge that have kernel objects here and are not known."""
+    async def orphans(self, live: Set[str], known: Set[str]) -> list[str]:
+        """Ids of sandboxes of this edge that have kernel objects here and do not live, or have records and are not known."""
         ...
 
     async def unmount(self, digest: str) -> None:

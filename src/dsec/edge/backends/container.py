@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from dsec.edge import wire
@@ -21,12 +21,13 @@ from dsec.guard import seccomp
 from dsec.images.remote.service import is_complete
 from dsec.linux import facts
 from dsec.linux.cgroups import remove_group
-from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable
+from libdsec.errors import DSecError, InvalidRequest, ResourceExhausted, Unavailable
 from libdsec.wire import CpuClass
 
 MAX_LAYERS = 64
 _ID = re.compile(r"[a-z0-9]{20}")
 _GIB = 1 << 30
+_RETRY = 1.0  # seconds after which a shortage of the host may have passed
 _NUMBERS = wire.u64s(
     wire.T_UID_BASE, wire.T_USERNS, wire.T_MEDIUM, wire.T_DISK_BYTES, wire.T_MEMORY_BYTES, wire.T_PIDS, wire.T_CPU_MILLI, wire.T_NOFILE,
     wire.T_CPU_CLASS, wire.T_SHM_BYTES, wire.T_LOG_HEAD, wire.T_LOG_TAIL, wire.T_LOG_BUDGET, wire.T_DEADLINE_NS, wire.T_IDLE_NS,
@@ -68,10 +69,19 @@ class Container:
         self._mounted: dict[str, asyncio.Future[None]] = {}
         self._closed = False
 
+    @property
+    def mounted(self) -> int:
+        """Layers in the node's mount namespace, as far as this edge knows."""
+        return len(self._mounted)
+
     async def open(self, join: int | None) -> None:
         """Start the launcher and mount the medium. A medium that no supervisor holds any more is emptied by that."""
         async with self._opening:
             await self._start(join)
+
+    async def settle(self) -> None:
+        """A launcher runs, and has removed from the medium what is nobody's."""
+        await self._running()
 
     async def close(self) -> None:
         """End the launcher; sandboxes go on. Removes the cgroup parents when no sandbox is left in them."""
@@ -96,11 +106,17 @@ class Container:
             reply = await launcher.call(wire.F_CREATE, self._create(spec))
         except ConnectionLost as error:
             raise ResourceExhausted(f"sandbox {spec.id}: {error} while it was made", resource="launcher", retry_after=0.5) from error
+        except DSecError as error:
+            if _killed(error):
+                raise ResourceExhausted(f"sandbox {spec.id}: {error.message}", resource="launcher", retry_after=0.5) from error
+            if error.retryable and error.retry_after is None:
+                error.retry_after = _RETRY
+            raise
         fields = Fields(reply.payload)
         return Started(f"{spec.run_dir}/aether.sock", fields.u64(wire.T_PID), fields.u64(wire.T_INIT_PID))
 
     async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool) -> None:
-        """Kill and remove whatever is left of a sandbox. Tried again once when the launcher dies meanwhile."""
+        """Kill and remove whatever is left of a sandbox. Tried again once when who does it dies meanwhile."""
         request = (
             wire.text(wire.T_ID, sandbox_id)
             + wire.text(wire.T_RUN_DIR, run_dir)
@@ -111,20 +127,16 @@ class Container:
             try:
                 await (await self._running()).call(wire.F_REAP, request)
                 return
-            except ConnectionLost:
-                if attempt:
+            except (ConnectionLost, DSecError) as error:
+                if attempt or not (isinstance(error, ConnectionLost) or _killed(error)):
                     raise
 
-    async def orphans(self, known: Iterable[str]) -> list[str]:
-        """Ids with a directory in RUN or STATE/sandboxes, or a cgroup, that are not known."""
-        found: set[str] = set()
-        for parent in (self._config.run_dir, self._config.sandboxes, *self._cgroup_parents()):
-            try:
-                with os.scandir(parent) as entries:
-                    found.update(e.name for e in entries if _ID.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
-            except FileNotFoundError:
-                continue
-        return sorted(found.difference(known))
+    async def orphans(self, live: Set[str], known: Set[str]) -> list[str]:
+        """Ids with a directory in RUN or a cgroup that do not live, and those with a directory in STATE/sandboxes that are not known."""
+        found = _sandboxes(self._config.sandboxes) - known
+        for parent in (self._config.run_dir, *self._cgroup_parents()):
+            found |= _sandboxes(parent) - live
+        return sorted(found)
 
     def cpu_groups(self) -> Mapping[CpuClass, Path]:
         """Parents of the sandboxes of each class in the v2 tree."""
@@ -267,6 +279,19 @@ def _layer(layer: Layer) -> bytes:
     if layer.data is not None:
         request += wire.text(wire.T_DATA, str(layer.data)) + wire.u64(wire.T_FILL, not is_complete(layer))
     return request
+
+
+def _sandboxes(parent: Path) -> set[str]:
+    try:
+        with os.scandir(parent) as entries:
+            return {e.name for e in entries if _ID.fullmatch(e.name) and e.is_dir(follow_symlinks=False)}
+    except FileNotFoundError:
+        return set()
+
+
+def _killed(error: DSecError) -> bool:
+    """The launcher's process for the request was killed over it, so that something may be left."""
+    return error.details.get("errno") == errno.EOWNERDEAD
 
 
 def _medium(memory_disk: bool) -> int:
