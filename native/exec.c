@@ -125,7 +125,15 @@ static void on_status(struct source *src, uint32_t events) {
   struct command *cmd = OWNER(src, struct command, status);
   struct fault f = {0};
   int pidfd = -1;
-  if (start_done(&cmd->start, &cmd->pid, &pidfd, &f)) { never_ran(cmd, &f); return; }
+  if (start_done(&cmd->start, &cmd->pid, &pidfd, &f)) {
+    if (init_dying()) {                // which is why
+      loop_close(src);
+      subs_started(cmd);
+      init_died();
+    }
+    never_ran(cmd, &f);
+    return;
+  }
   loop_close(src);
   command_watch(cmd, pidfd);
   subs_started(cmd);

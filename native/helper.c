@@ -55,6 +55,7 @@ void helper_start(struct conn *c, uint32_t request, const uint8_t *payload, size
   if (h->pid < 0) {
     free(h);
     set_blocking(c->src.fd, 0);
+    if (init_dying()) init_died();     // which is why
     conn_error(c, request, f.code, f.err, "%s", f.message);
     return;
   }

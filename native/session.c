@@ -246,6 +246,7 @@ static int open_shell(struct session *z, struct fault *f) {
   z->pid = sandbox_enter_now(A.s, &e, &pidfd, f);
   if (z->pid < 0) {
     z->pid = 0;
+    if (init_dying()) init_died();     // which is why
     if (!strcmp(f->code, "binary_not_found") || !strcmp(f->code, "not_executable")) f->code = "sandbox_damaged";
     group_drop(group_of(z));
     z->group = 0;

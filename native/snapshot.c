@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include "node.h"
@@ -31,8 +32,10 @@ int snapshot_freeze(struct fault *f) {
   return fault_set(f, "unavailable", 0, "the processes of sandbox %s could not be frozen within %d s", A.s->spec.id, FREEZE_MS / 1000);
 }
 
-static void __attribute__((noreturn)) take(const char *name, const char *memory, int report) {
+static void __attribute__((noreturn)) take(const char *name, const char *memory, int report, pid_t parent) {
   struct fault f = {0};
+  // what it would leave when its supervisor is killed now is nobody's
+  if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) || getppid() != parent) _exit(1);
   // the first one writes back what is dirty, so that the freeze is short
   if (!medium_snapshot(A.s, name, &f) && !medium_remove(name) && !snapshot_freeze(&f) && (!memory || !checkpoint_take(memory, &f)))
     medium_snapshot(A.s, name, &f);
@@ -73,12 +76,13 @@ static void on_report(struct source *src, uint32_t events) {
 
 static void begin(struct snapshot *n) {
   int report[2];
+  pid_t self = getpid();
   if (pipe2(report, O_CLOEXEC) || (n->pid = fork()) < 0) {
     if (n->conn) conn_error(n->conn, n->request, "resource_exhausted", errno, "start a process for a snapshot of sandbox %s", A.s->spec.id);
     drop(n);
     return;
   }
-  if (!n->pid) take(n->name, n->memory, report[1]);
+  if (!n->pid) take(n->name, n->memory, report[1], self);
   close(report[1]);
   n->src = (struct source){.on = on_report, .fd = report[0]};
   loop_want(&n->src, EPOLLIN);

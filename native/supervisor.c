@@ -14,11 +14,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define LEASE_LOOK_NS (60000 * MS)     // the wall clock may be set: look at the deadline at least this often
 #define OOM_RECENT_NS (1000 * MS)
 
 struct aether A;
-static struct source timer_source, init_source, oom_source, wake_source;
+static struct source timer_source, deadline_source, init_source, oom_source, wake_source;
 static int wake_write = -1;
 static volatile sig_atomic_t stop_signal;
 static void **garbage;
@@ -62,6 +61,11 @@ void loop_close(struct source *src) {
   src->fd = -1;
 }
 
+static void watch(struct source *src, int fd, void (*on)(struct source *, uint32_t)) {
+  *src = (struct source){.on = on, .fd = fd};
+  loop_want(src, EPOLLIN);
+}
+
 void loop_free(void *object) {
   if (garbage_n == garbage_cap) {
     size_t wider = garbage_cap ? garbage_cap * 2 : 64;
@@ -78,10 +82,14 @@ void loop_collect(void) {
   garbage_n = 0;
 }
 
+static struct timespec timespec_of(uint64_t ns) {
+  return (struct timespec){.tv_sec = (time_t)(ns / 1000000000ull), .tv_nsec = (long)(ns % 1000000000ull)};
+}
+
 void timer_want(uint64_t when) {
   if (when >= A.armed) return;
   A.armed = when;
-  struct itimerspec t = {.it_value = {.tv_sec = (time_t)(when / 1000000000ull), .tv_nsec = (long)(when % 1000000000ull)}};
+  struct itimerspec t = {.it_value = timespec_of(when)};
   if (!t.it_value.tv_sec && !t.it_value.tv_nsec) t.it_value.tv_nsec = 1;
   timerfd_settime(timer_source.fd, TFD_TIMER_ABSTIME, &t, NULL);
 }
@@ -154,6 +162,8 @@ static void on_init(struct source *src, uint32_t events) { (void)src; (void)even
 
 // time -------------------------------------------------------------------------------------------------------------------------------
 
+static void on_deadline(struct source *src, uint32_t events);
+
 static int attached(void) {
   for (struct conn *c = conns; c; c = c->next)
     for (struct sub *s = c->subs; s; s = s->next)
@@ -173,14 +183,24 @@ uint64_t idle_for(void) {
   return A.now - A.touched;
 }
 
+// A timer on the wall clock: the kernel moves it when that clock is set, so nobody has to look from time to time.
+static void deadline_watch(void) {
+  static uint64_t watched;
+  if (watched == A.deadline_real) return;
+  if (deadline_source.fd < 0) {
+    int fd = timerfd_create(CLOCK_REALTIME, TFD_CLOEXEC | TFD_NONBLOCK);
+    if (fd < 0) { timer_want(A.now + 1000 * MS); return; } // out of descriptors: again soon
+    watch(&deadline_source, fd, on_deadline);
+  }
+  struct itimerspec t = {.it_value = timespec_of(A.deadline_real)};
+  if (!timerfd_settime(deadline_source.fd, TFD_TIMER_ABSTIME, &t, NULL)) watched = A.deadline_real;
+}
+
 // Ends the sandbox when its time is up, else says when to look again.
 static uint64_t lease_tick(void) {
   uint64_t next = NEVER;
-  if (A.deadline_real) {
-    if (A.real >= A.deadline_real) sandbox_end("expired", "the sandbox reached its maximum lifetime", NULL, 0);
-    uint64_t left = A.deadline_real - A.real;
-    next = A.now + (left < LEASE_LOOK_NS ? left : LEASE_LOOK_NS);
-  }
+  if (A.deadline_real && A.real >= A.deadline_real) sandbox_end("expired", "the sandbox reached its maximum lifetime", NULL, 0);
+  deadline_watch();                    // none: the timer is switched off
   if (A.idle_ns) {
     if (idle_for() >= A.idle_ns) sandbox_end("expired", "the sandbox was idle for its idle timeout", NULL, 0);
     uint64_t at = A.touched + A.idle_ns;
@@ -213,6 +233,13 @@ static void tick(void) {
   next = least(next, lease_tick());
   next = least(next, idle_tick());
   if (next != NEVER) timer_want(next < A.now + MS ? A.now + MS : next);
+}
+
+static void on_deadline(struct source *src, uint32_t events) {
+  (void)events;
+  uint64_t n;
+  (void)!read(src->fd, &n, sizeof n);
+  tick();
 }
 
 static void on_timer(struct source *src, uint32_t events) {
@@ -329,11 +356,6 @@ static void fatal(const char *what) {
   _exit(1);
 }
 
-static void watch(struct source *src, int fd, void (*on)(struct source *, uint32_t)) {
-  *src = (struct source){.on = on, .fd = fd};
-  loop_want(src, EPOLLIN);
-}
-
 static void setup(struct sandbox *s) {
   A = (struct aether){.s = s, .epoll = -1, .state_dir = -1, .armed = NEVER, .deadline_real = s->spec.deadline_ns, .idle_ns = s->spec.idle_ns,
                       .auto_pause_ns = s->spec.auto_pause_ns};
@@ -364,6 +386,7 @@ static void setup(struct sandbox *s) {
   int timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
   if (timer < 0) fatal("timerfd_create");
   watch(&timer_source, timer, on_timer);
+  deadline_source.fd = -1;
   watch(&wake_source, pipes[0], on_wake);
   watch(&init_source, s->init_fd, on_init);
   if (s->oom_fd >= 0) {
