@@ -10,7 +10,7 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 from dsec.edge import wire
@@ -190,8 +190,13 @@ class FakeBackend:
         self.error: Exception | None = None
         self.free = 1 << 40
 
+    mounted = 0
+
     async def open(self, join: int | None) -> None:
         self.joined.append(join)
+
+    async def settle(self) -> None:
+        pass
 
     async def close(self) -> None:
         pass
@@ -209,8 +214,8 @@ class FakeBackend:
     async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool) -> None:
         self.reaped.append(sandbox_id)
 
-    async def orphans(self, known: Iterable[str]) -> list[str]:
-        return sorted(set(self.strays) - set(known))
+    async def orphans(self, live: Set[str], known: Set[str]) -> list[str]:
+        return sorted(set(self.strays) - known)
 
     async def unmount(self, digest: str) -> None:
         pass

@@ -54,7 +54,9 @@ class Core:
         self.reclaimed = dict.fromkeys(self.counters.reclaimed, 0)  # bytes by reason
         self.creating = 0  # creators that wait
         self.quiet = asyncio.Event()  # set when the last of them has what it wants
+        self.unclean: dict[str, tuple[Sandbox, bool]] = {}  # something is left that could not be removed; its uids are held
         self.closing = False
+        self._due = 0.0  # wall clock: before it no deadline passes and no stop takes too long
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
@@ -63,6 +65,11 @@ class Core:
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
+
+    def due(self, at: float | None) -> None:
+        """Look at that time whether a supervisor did what it had to do by then."""
+        if at is not None and at < self._due:
+            self._due = at
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -234,13 +241,9 @@ class Core:
 
     async def bury(self, sandbox: Sandbox, why: str, cause: Cause = Cause.INFRA_LOST) -> None:
         """End a sandbox without its supervisor: kill by cgroup, remove what is left, take the cause from what the supervisor wrote."""
-        backend = self.backends[sandbox.backend]
-        try:
-            await backend.reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, sandbox.spec.disk == "memory")
-        except (ConnectionLost, DSecError) as error:
-            # what is left has no journal line that says it lives, so the next start finds it as an orphan
-            log.error("sandbox %s: clean-up failed: %s", sandbox.id, error)
-            why = f"{why}; clean-up failed: {error}"
+        failed = await self.clean(sandbox)
+        if failed:
+            why = f"{why}; clean-up failed: {failed}"
         end = records.read_end(sandbox.state_dir)
         if end is not None:
             self.finish(sandbox, end.cause, end.detail, end.time_ns / 1e9 or time.time())
@@ -248,6 +251,23 @@ class Core:
             self.finish(sandbox, sandbox.stopping, why, time.time())
         else:
             self.finish(sandbox, cause, why, time.time())
+
+    async def clean(self, sandbox: Sandbox) -> str:
+        """Kill and remove what is left of it. Not empty: why that failed; then it is tried again until nothing is left."""
+        try:
+            await self.backends[sandbox.backend].reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, sandbox.spec.disk == "memory")
+        except (ConnectionLost, DSecError) as error:
+            log.error("clean-up failed: %s", error, extra={"sandbox_id": sandbox.id})
+            held = self.unclean.get(sandbox.id, (sandbox, False))[1]
+            if not held:
+                with contextlib.suppress(DSecError):
+                    self.table.hold_slot(sandbox.slot)  # nobody else gets uids that own something
+                    held = True
+            self.unclean[sandbox.id] = (sandbox, held)
+            return str(error)
+        if self.unclean.pop(sandbox.id, (sandbox, False))[1]:
+            self.table.release_slot(sandbox.slot)
+        return ""
 
     def finish(self, sandbox: Sandbox, cause: Cause, detail: str | None, at: float) -> None:
         """The sandbox has ended and its kernel objects are gone. Called once or more; the first call counts."""
@@ -263,13 +283,13 @@ class Core:
         if control is not None:
             control.fail(sandbox.lost() if control.busy else _GONE)
         if sandbox.stopping is not None:
-            # the caller is done with it: nothing to read later
-            sandbox.kept = False
-            self.remove_records(sandbox)
+            sandbox.kept = False  # the caller is done with it: nothing to read later
         try:
             self.journal.write(lines.Ended(v=lines.VERSION, id=sandbox.id, at=at, cause=cause, detail=detail, kept=sandbox.kept))
         except DSecError as error:
             log.error("it ended, but %s", error, extra={"sandbox_id": sandbox.id})
+        if not sandbox.kept:
+            self.remove_records(sandbox)  # after the line: until then they say how it ended
         self.images.unpin(sandbox.id)
         self.table.end(sandbox)
         self.counters.ended[cause].inc()

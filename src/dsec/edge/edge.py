@@ -62,6 +62,7 @@ log = logging.getLogger("dsec.edge")
 Infos = list[SandboxInfo]
 _BATCH = 8  # creates of one batch under way
 _STOP = {cause: wire.text(wire.T_CAUSE, cause.value) for cause in Cause}
+_CUT_SHORT = ErrorBody(code="sandbox_lost", message="the node died before it had made this child of the fork", retryable=False, details={})
 _LATER = ("fncall", "microvm", "vm")  # backends by name that this node does not have
 
 
@@ -71,6 +72,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
     def __init__(self, config: EdgeConfig, images: ImageResolver) -> None:
         super().__init__(config, images)
         self._creating = asyncio.Semaphore(config.max_creating)
+        self._forking: dict[str, asyncio.Task[list[BatchItem] | DSecError]] = {}  # by idempotency key
         self._sweeper: asyncio.Task[None] | None = None
         self._version = _version()
         self.swap = Swap(config)
@@ -87,6 +89,8 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         self.table = Table(prefix)
         self.backends = self.make_backends(prefix)
         self.admission.cpu = CpuUse({name: path for backend in self.backends.values() for name, path in backend.cpu_groups().items()})
+        self.admission.host.group = f"dsec-{prefix}"
+        self.admission.host.layers = lambda: sum(backend.mounted for backend in self.backends.values())
         self.counters.watch(
             creating=lambda: float(sum(s.state is State.CREATING for s in self.table.live())),
             running=lambda: float(sum(s.state is State.RUNNING for s in self.table.live())),
@@ -200,12 +204,32 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         """`n` sandboxes that begin with the files, and if asked with the running commands, that this one has at one instant. Those that a
         key made already are given again."""
         key = request.idempotency_key
+        if key is None:
+            return await self._fork(sandbox_id, request)
+        check_key(key)
+        task = self._forking.get(key)
+        if task is None:  # asked again while it is under way: the same answer
+            task = self._forking[key] = self.spawn(self._fork_once(sandbox_id, request), f"fork {sandbox_id}")
+            task.add_done_callback(lambda _: self._forking.pop(key))
+        outcome = await asyncio.shield(task)
+        if isinstance(outcome, DSecError):
+            raise outcome
+        return outcome
+
+    async def _fork_once(self, sandbox_id: str, request: ForkRequest) -> list[BatchItem] | DSecError:
+        try:
+            return await self._fork(sandbox_id, request)
+        except DSecError as error:
+            return error
+
+    async def _fork(self, sandbox_id: str, request: ForkRequest) -> list[BatchItem]:
+        key = request.idempotency_key
         if key is not None:
-            check_key(key)
             known = [self.table.made_by(f"{key}-{i}") for i in range(request.n)]
             if found := [sandbox for sandbox in known if sandbox is not None]:
                 await asyncio.gather(*(asyncio.shield(sandbox.ready) for sandbox in found), return_exceptions=True)
-                return [BatchItem(sandbox=sandbox.info()) for sandbox in found]
+                # one that is missing cannot be made any more: the instant at which the others began has passed
+                return [BatchItem(error=_CUT_SHORT) if sandbox is None else BatchItem(sandbox=sandbox.info()) for sandbox in known]
         made, spec = await self.begin_fork(sandbox_id, request)
         try:
             return await self.create_many(BatchRequest(spec=spec, n=request.n, idempotency_key=key))
@@ -295,6 +319,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         sandbox.deadline = None if lifetime is None else sandbox.created_at + lifetime
         sandbox.idle_timeout = spec.idle_timeout if spec.idle_timeout is not None else self.config.idle_timeout
         sandbox.auto_pause = spec.auto_pause if spec.auto_pause is not None else self.config.auto_pause
+        self.due(sandbox.deadline)
 
     async def _make(self, sandbox: Sandbox, backend: Backend, request_id: str | None) -> None:
         """From a place in the table to a running sandbox, or to nothing at all."""
@@ -417,10 +442,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         if control is not None:  # it came up: nobody shall wonder where its supervisor went
             control.fail(failed)
         if sandbox.journaled and (unclear or control is not None):
-            try:
-                await self.backends[sandbox.backend].reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, sandbox.spec.disk == "memory")
-            except (DSecError, ConnectionLost) as left:
-                log.error("sandbox %s: clean-up after a failed creation: %s", sandbox.id, left)
+            await self.clean(sandbox)
         self.vanish(sandbox, failed, sandbox.stopping or Cause.INFRA_LOST)
 
     def _abandon(self, sandbox: Sandbox) -> None:
@@ -488,6 +510,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         if control is not None and not control.closed:
             # its end comes as an event, or by way of a broken connection; the sweep looks after one that hangs
             sandbox.stop_by = asyncio.get_running_loop().time() + self.config.stop_timeout
+            self.due(time.time() + self.config.stop_timeout)
             control.call(wire.F_STOP, _STOP[cause])
             await asyncio.shield(sandbox.ended)
             return
@@ -521,6 +544,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
             self.journal.write(change)
             await self.call(sandbox, wire.F_LEASE, payload)
             sandbox.deadline, sandbox.idle_timeout, sandbox.auto_pause = deadline, idle, auto_pause
+            self.due(deadline)
         return sandbox.info()
 
     def set_labels(self, sandbox_id: str, labels: dict[str, str]) -> SandboxInfo:

@@ -16,6 +16,7 @@ from dsec.edge.supervisor import ConnectionLost, Stream
 from dsec.edge.wire import Fields, Frame, Record, WireError
 from libdsec.errors import BinaryNotFound, CommandNotFound, DSecError, InvalidRequest, Unavailable
 from libdsec.wire import (
+    Cause,
     CommandInfo,
     Ending,
     ExecResult,
@@ -379,7 +380,12 @@ class Operations(Core):
         return sandbox.state_dir
 
     async def _left(self, sandbox: Sandbox, command: str) -> Record:
-        return await asyncio.to_thread(records.find_command, self._kept(sandbox), command, sandbox.id)
+        try:
+            return await asyncio.to_thread(records.find_command, self._kept(sandbox), command, sandbox.id)
+        except CommandNotFound:
+            if sandbox.cause is Cause.INFRA_LOST:  # one that ran when its supervisor died has no record
+                raise sandbox.lost() from None
+            raise
 
     async def _left_result(self, sandbox: Sandbox, command: str) -> ExecResult:
         record = await self._left(sandbox, command)

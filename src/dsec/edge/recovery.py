@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 from dsec.edge import journal as lines
@@ -15,7 +16,7 @@ from dsec.edge.lifecycle import Sandbox
 from dsec.edge.pools import Pooling
 from dsec.edge.supervisor import ConnectionLost, Control
 from dsec.edge.wire import WireError
-from libdsec.errors import DSecError, LayerNotFound, WireVersion
+from libdsec.errors import DSecError, LayerNotFound, Unavailable, WireVersion
 from libdsec.wire import Cause, CpuClass, State
 
 log = logging.getLogger("dsec.edge")
@@ -52,7 +53,9 @@ class Recovery(Pooling):
                 self._pin(sandbox)
         for backend in self.backends.values():
             await backend.open(self.survivor())
-        await asyncio.gather(*(self._lost_while_away(s, why, gate) for s in live if (why := reasons[s.id]) is not None))
+        lost = [(s, why) for s in live if (why := reasons[s.id]) is not None]
+        made = {s.id for s, _ in lost if s.pool is not None or entries[s.id].ready is not None}
+        await asyncio.gather(*(self._lost_while_away(s, why, s.id in made, gate) for s, why in lost))
         await asyncio.gather(*(self.put_back(sandbox, entries[sandbox.id].create.pool) for sandbox in waiting))
         for sandbox in live:
             if sandbox.pool is None and sandbox.state is State.RUNNING and entries[sandbox.id].ready is None:
@@ -90,9 +93,18 @@ class Recovery(Pooling):
             self.counters.reattached.inc()
         return None
 
-    async def _lost_while_away(self, sandbox: Sandbox, why: str, gate: asyncio.Semaphore) -> None:
+    async def _lost_while_away(self, sandbox: Sandbox, why: str, made: bool, gate: asyncio.Semaphore) -> None:
         async with gate:
-            await self.bury(sandbox, why)
+            if made:
+                await self.bury(sandbox, why)
+            else:
+                await self._unmake(sandbox, why)
+
+    async def _unmake(self, sandbox: Sandbox, why: str) -> None:
+        """The earlier edge died while it was created, and nobody was told of it: its key, if it has one, makes another."""
+        await self.clean(sandbox)
+        self.vanish(sandbox, Unavailable(f"sandbox {sandbox.id}: {why}", sandbox=sandbox.id), Cause.INFRA_LOST)
+        log.warning("never made: %s", why, extra={"sandbox_id": sandbox.id})
 
     def _pin(self, sandbox: Sandbox) -> None:
         try:
@@ -109,21 +121,28 @@ class Recovery(Pooling):
         control, sandbox.control = sandbox.control, None
         if control is not None:
             control.fail(ConnectionLost("nobody knows of it"))
-        sandbox.stopping = Cause.INFRA_LOST
-        await self.bury(sandbox, "the edge died while it was created")
+        await self._unmake(sandbox, "the edge died while it was created")
 
     async def _remove_orphans(self) -> None:
-        known = [sandbox.id for sandbox in (*self.table, *self.table.pooled())]
         for backend in self.backends.values():
-            for sandbox_id in await backend.orphans(known):
+            pooled = {sandbox.id for sandbox in self.table.pooled()}
+            live = {sandbox.id for sandbox in self.table.live()} | pooled
+            for sandbox_id in await backend.orphans(live, {sandbox.id for sandbox in self.table if sandbox.kept} | pooled):
                 try:
                     await backend.reap(sandbox_id, self.config.run_of(sandbox_id), self.config.state_of(sandbox_id), False)
                 except (DSecError, ConnectionLost) as error:
                     log.error("orphan %s cannot be removed: %s", sandbox_id, error)
                     continue
-                self._drop_directory(sandbox_id)
+                if not self.table.known(sandbox_id) or not self.table.get(sandbox_id).kept:
+                    self._drop_directory(sandbox_id)
                 self.counters.orphans.inc()
                 log.warning("removed: no journal knew of it", extra={"sandbox_id": sandbox_id})
+
+    async def _clean_again(self) -> None:
+        """What could not be removed when its sandbox ended."""
+        for sandbox, _ in list(self.unclean.values()):
+            if not await self.clean(sandbox):
+                log.info("what was left of it is removed", extra={"sandbox_id": sandbox.id})
 
     def _drop_directory(self, sandbox_id: str) -> None:
         try:
@@ -144,6 +163,7 @@ class Recovery(Pooling):
                 self._overdue()
                 if ticks % _PING_TICKS == 0:
                     self._ping()
+                await self._clean_again()
                 await self.look_at_disk()
                 self.admission.cpu.sample()
                 self.counters.cpu(self.admission.cpu)
@@ -166,8 +186,13 @@ class Recovery(Pooling):
 
     def _overdue(self) -> None:
         """A supervisor ends its sandbox at the deadline or when it is told to; one that hangs is ended from here."""
+        if time.time() < self._due:
+            return  # idle sandboxes cost nothing, however many they are
         before, now = time.time() - _OVERDUE, asyncio.get_running_loop().time()
+        self._due = math.inf
         for sandbox in self.table.live():
+            self.due(sandbox.deadline and sandbox.deadline + _OVERDUE)
+            self.due(sandbox.stop_by and time.time() + sandbox.stop_by - now)
             if sandbox.state is not State.RUNNING or sandbox.recovering is not None:
                 continue
             if sandbox.stop_by is not None and sandbox.stop_by < now:

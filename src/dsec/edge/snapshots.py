@@ -20,12 +20,13 @@ from dsec.edge.core import Core
 from dsec.edge.lifecycle import Sandbox, random_text
 from dsec.edge.specs import check_labels
 from dsec.images.model import ResolvedImage
-from libdsec.errors import InvalidRequest, LayerNotFound, ResourceExhausted, SnapshotNotFound, Unavailable
+from libdsec.errors import DSecError, InvalidRequest, LayerNotFound, ResourceExhausted, SnapshotNotFound, Unavailable
 from libdsec.wire import CpuClass, ForkRequest, Limits, SandboxSpec, SnapshotInfo, SnapshotRequest
 
 log = logging.getLogger("dsec.edge")
 VERSION = 1
 MOST_FORKS = 100
+_LATE = (1.0, 4.0, 10.0)  # seconds
 
 
 class Snapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -111,6 +112,8 @@ class Snapshots(Core):
         """Take it; it is in `passing` afterwards, and holds its uids and layers. `memory`: and in `memories`, with the running commands."""
         await self.reach(sandbox)
         image_env = await self._image_env(sandbox)
+        # one that is starting now removes what was in nobody's hands when it was told what is kept: from here on this one is in `passing`
+        await self.backends[sandbox.backend].settle()
         made = Snapshot(
             v=VERSION, id=volume, name=name, sandbox=sandbox.id, at=time.time(), labels=dict(labels), layers=list(sandbox.layers),
             image=sandbox.image, user=sandbox.user, workdir=sandbox.workdir, env={**image_env, **sandbox.spec.env}, slot=sandbox.slot,
@@ -126,6 +129,7 @@ class Snapshots(Core):
                 await self.call(sandbox, wire.F_SNAPSHOT, wire.text(wire.T_NAME, volume), again=False)
         except BaseException:
             await self._let_go(made)
+            self.spawn(self._drop_late(volume), f"drop {volume}")
             raise
         return made
 
@@ -164,9 +168,19 @@ class Snapshots(Core):
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, memory, ignore_errors=True))
         self.table.release_slot(made.slot)
         self.images.unpin(made.id)
+        await self._drop(made.id)
+
+    async def _drop_late(self, volume: str) -> None:
+        """A supervisor that was killed over it may have been in the kernel, which makes the copy all the same."""
+        for after in _LATE:
+            await asyncio.sleep(after)
+            with contextlib.suppress(DSecError):
+                await self._drop(volume)
+
+    async def _drop(self, volume: str) -> None:
         for backend in self.backends.values():
             if backend.capabilities.get("snapshot"):
-                await asyncio.shield(backend.drop_snapshot(made.id))
+                await asyncio.shield(backend.drop_snapshot(volume))
 
     def get_snapshot(self, snapshot_id: str) -> SnapshotInfo:
         """One. SnapshotNotFound."""
