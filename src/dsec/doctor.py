@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dsec.config import NodeConfig
 from dsec.guard import seccomp
-from dsec.linux import calls, facts, probes, swap
+from dsec.linux import calls, facts, limits, probes, swap
 from dsec.linux.tools import PACKAGES, Tools, criu_trouble, criu_version, mkfs_erofs_features, version
 
 FATAL, WARNING, INFO = "fatal", "warning", "info"
@@ -159,10 +160,6 @@ def _erofs(tools: Tools, state: Path) -> Iterator[Check]:
 def _mounts() -> Iterator[Check]:
     yield _probe("overlay", "overlayfs", FATAL, "mounted and written", "a kernel with CONFIG_OVERLAY_FS: modprobe overlay")
     yield _probe("idmapped", "idmapped mounts", FATAL, "owners are shifted", "Linux 5.12 or newer with CONFIG_USER_NS")
-    allowed = facts.sysctl("fs/mount-max") or 0
-    yield Check(
-        "mounts", allowed >= 10_000, WARNING, f"{allowed} in a namespace", "" if allowed >= 10_000 else "sysctl fs.mount-max=100000"
-    )
 
 
 def _namespaces() -> Iterator[Check]:
@@ -180,15 +177,6 @@ def _namespaces() -> Iterator[Check]:
         "can be made",
         "sysctl user.max_user_namespaces=100000 (and kernel.unprivileged_userns_clone=1 where it exists)",
     )
-    for kind in ("user", "net", "pid", "mnt"):
-        number = facts.sysctl(f"user/max_{kind}_namespaces") or 0
-        yield Check(
-            f"{kind} namespaces at once",
-            number >= 5000,
-            WARNING,
-            str(number),
-            "" if number >= 5000 else f"sysctl user.max_{kind}_namespaces=100000",
-        )
     clone3 = calls.has_syscall(calls.CLONE3, None, 0)
     yield Check(
         "clone3",
@@ -343,24 +331,40 @@ def _criu(tools: Tools) -> Iterator[Check]:
 
 
 def _limits() -> Iterator[Check]:
+    """For how many sandboxes each limit of the kernel suffices."""
+    wanted = NodeConfig().max_sandboxes
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = hard == resource.RLIM_INFINITY
+    tasks = min(facts.sysctl("kernel/pid_max") or 0, facts.sysctl("kernel/threads-max") or 0)
+    files = limits.NEVER if hard == resource.RLIM_INFINITY else (hard - limits.FILES_SPARED) // limits.FILES
+    found = [
+        limits.Room("open files", files, f"RLIMIT_NOFILE = {hard}", "LimitNOFILE=1048576 in the service, or ulimit -Hn 1048576"),
+        limits.Room("tasks", tasks // limits.PROCESSES, f"kernel.pid_max, kernel.threads-max: {tasks}", "sysctl kernel.pid_max=4194304"),
+        *limits.rooms(),
+    ]
+    for room in found:
+        enough = "any number of" if room.left >= limits.NEVER else str(max(0, room.left))
+        yield Check(
+            _titled(room, found),
+            room.left >= wanted,
+            WARNING,
+            f"{room.what}: enough for {enough} sandboxes",
+            "" if room.left >= wanted else room.fix,
+        )
+    instances = facts.sysctl("fs/inotify/max_user_instances") or 0
     yield Check(
-        "open files",
-        unlimited or hard >= 16_384,
+        "inotify inside",
+        instances >= wanted,
         WARNING,
-        "unlimited" if unlimited else str(hard),
-        "" if unlimited or hard >= 16_384 else "LimitNOFILE=1048576 in the service, or ulimit -Hn 1048576",
+        f"fs.inotify.max_user_instances = {instances} for all sandboxes together, {max(1, instances // limits.SHARE)} for one",
+        "" if instances >= wanted else "sysctl fs.inotify.max_user_instances=65536",
     )
-    for name, key, least in (
-        ("process ids", "kernel/pid_max", 32_768),
-        ("threads", "kernel/threads-max", 50_000),
-        ("inotify instances", "fs/inotify/max_user_instances", 128),
-        ("inotify watches", "fs/inotify/max_user_watches", 8192),
-    ):
-        number = facts.sysctl(key) or 0
-        dotted = key.replace("/", ".")
-        yield Check(name, number >= least, WARNING, f"{dotted} = {number}", "" if number >= least else f"sysctl {dotted}={least}")
+
+
+def _titled(room: limits.Room, among: list[limits.Room]) -> str:
+    """Several groups may limit one resource, and the machine has memory, too; names of findings are unique."""
+    same = [other for other in among if other.resource == room.resource]
+    name = "memory of the node" if room.resource == "memory" else room.resource
+    return name if len(same) == 1 else f"{name} {same.index(room) + 1}"
 
 
 def _room(state: Path) -> Iterator[Check]:

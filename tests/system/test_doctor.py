@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsec import doctor
-from dsec.linux import probes
+from dsec.linux import limits, probes
 from dsec.linux.tools import Tools
 
 pytestmark = pytest.mark.root
@@ -44,3 +44,15 @@ def test_how_remote_layers_load_is_said(tmp_path: Path) -> None:
     events = found["pre-content events"]
     assert not events.ok and events.level == doctor.INFO and events.detail.endswith("; FUSE is used") and "6.14" in events.fix
     assert found["FUSE"].ok and "use it" in found["FUSE"].detail
+
+
+def test_each_limit_says_for_how_many_sandboxes_it_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {check.name: check for check in doctor.diagnose(tmp_path / "state")}
+    for name in ("open files", "tasks", "namespaces", "mounts"):
+        assert " sandboxes" in found[name].detail and "enough for" in found[name].detail
+    assert "for all sandboxes together" in found["inotify inside"].detail
+    small = [limits.Room("cgroups", 12, "a = 40", "raise a"), limits.Room("cgroups", 7000, "b = 9000", "raise b")]
+    monkeypatch.setattr(limits, "rooms", lambda: iter(small))
+    found = {check.name: check for check in doctor.diagnose(tmp_path / "state")}
+    assert (found["cgroups 1"].ok, found["cgroups 1"].detail, found["cgroups 1"].fix) == (False, "a = 40: enough for 12 sandboxes", "raise a")
+    assert found["cgroups 2"].ok and not found["cgroups 2"].fix

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from dsec.edge.backends.base import DiskUsage
 from dsec.edge.config import MIB, EdgeConfig
 from dsec.edge.cpu import CpuUse
+from dsec.linux import limits as kernel
 from dsec.linux.facts import free_on_cpus
 from libdsec.errors import AtCapacity, InvalidRequest
 from libdsec.wire import CpuClass, Limits
@@ -22,9 +24,7 @@ from libdsec.wire import CpuClass, Limits
 _FRESH = 0.25  # seconds for which a reading of the host is used again
 _SANDBOX_MEMORY = 2 * MIB  # charged for each sandbox made since the reading: supervisor, init and kernel memory, rounded up
 _DISK_RESERVE = 64 * MIB  # below this the medium takes no more sandboxes
-_FD_RESERVE = 256
-_FDS_PER_SANDBOX = 2
-_PIDS_PER_SANDBOX = 4  # supervisor, PID 1, a command and its helper
+_FEW = 32  # sandboxes: with room for less, a limit of the kernel is worth a warning
 _STALL = 40.0  # percent of the last 10 s in which every task waited for memory
 _STALL_WARN = 10.0
 _SHORT = 256 * MIB  # with less available than this, or than twice the reserve, memory is short
@@ -94,6 +94,9 @@ class Host:
         self._tasks = 0
         self._pid_max = 0
         self._files = 0
+        self._rooms: list[kernel.Room] = []
+        self.group = ""  # the node's cgroup
+        self.layers: Callable[[], int] = int  # that are mounted in the node's namespace
 
     def refresh(self, force: bool = False) -> None:
         """Read again when the last reading is old."""
@@ -114,6 +117,15 @@ class Host:
     def forget(self) -> None:
         """Whatever its age, the last reading is old."""
         self._at = -1.0
+
+    def look_at_limits(self, live: int) -> None:
+        """Read the kernel's limits for a node with `live` sandboxes."""
+        self._rooms = list(kernel.rooms(live, self.layers(), self.group, self._proc))
+
+    @property
+    def rooms(self) -> list[kernel.Room]:
+        """What `look_at_limits` found."""
+        return self._rooms
 
     @property
     def available(self) -> int:
@@ -163,12 +175,15 @@ class Admission:
         self.host = host or Host()
         self.disk: DiskUsage | None = None
         self.cpu = CpuUse({})
-        self._reading = 0
+        self._reading = self._looked = 0
         self._since = 0  # sandboxes admitted since the last reading
 
     def admit(self, live: int, limits: Limits, memory_disk: bool, cpu_class: CpuClass = CpuClass.LATENCY) -> list[str]:
         """Take one more beside `live` others, or raise AtCapacity with a time to retry after. Returns warnings."""
         self._refresh()
+        if self._looked != self._reading:
+            self._looked = self._reading
+            self.host.look_at_limits(live)
         config, host = self._config, self.host
         if live >= config.max_sandboxes:
             raise _full("sandboxes", f"{live} of {config.max_sandboxes} sandboxes exist", 1.0)
@@ -179,11 +194,17 @@ class Admission:
             raise _full("memory", f"the host stalls on memory {host.stall:.0f}% of the time", 5.0)
         if not memory_disk and self.disk is not None and self.disk.free < _DISK_RESERVE:
             raise _full("disk", f"the writable medium has {self.disk.free // MIB} MiB left", 5.0)
-        if host.files_left - self._since * _FDS_PER_SANDBOX < _FD_RESERVE:
+        if host.files_left - self._since * kernel.FILES < kernel.FILES_SPARED:
             raise _full("descriptors", f"the node may open only {host.files_left} more files", 2.0)
-        if host.tasks_left - self._since * _PIDS_PER_SANDBOX < 4 * _PIDS_PER_SANDBOX + 64:
+        if host.tasks_left - self._since * kernel.PROCESSES < 4 * kernel.PROCESSES + 64:
             raise _full("processes", f"the host may start only {host.tasks_left} more tasks", 2.0)
+        for room in host.rooms:
+            if room.left - self._since < 1:
+                raise _full(room.resource, room.what, 2.0)
         warnings = self.warn(live, limits, memory_disk, cpu_class)
+        for room in host.rooms:
+            if room.left - self._since < _FEW:
+                warnings.append(f"{room.what}: enough for {room.left - self._since} more sandboxes")
         self._since += 1
         return warnings
 

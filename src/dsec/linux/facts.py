@@ -82,11 +82,11 @@ def core_scheduling() -> str | None:
     return None
 
 
-def cgroups() -> tuple[dict[str, str], str | None, set[str]]:
+def cgroups(proc: Path = Path("/proc")) -> tuple[dict[str, str], str | None, set[str]]:
     """(v1 controller -> mount point, mount point of the v2 tree, controllers of the v2 tree)."""
     v1: dict[str, str] = {}
     v2 = None
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in (proc / "self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
         at = left.split(" ")[4]
