@@ -361,9 +361,9 @@ def _limits() -> Iterator[Check]:
 
 
 def _titled(room: limits.Room, among: list[limits.Room]) -> str:
-    """Several groups may limit one resource, and the machine has memory, too; names of findings are unique."""
+    """Several groups may limit one resource, and other findings have its name; names are unique."""
     same = [other for other in among if other.resource == room.resource]
-    name = "memory of the node" if room.resource == "memory" else room.resource
+    name = {"memory": "memory of the node", "namespaces": "namespaces at once"}.get(room.resource, room.resource)
     return name if len(same) == 1 else f"{name} {same.index(room) + 1}"
 
 

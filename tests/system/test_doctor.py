@@ -48,7 +48,7 @@ def test_how_remote_layers_load_is_said(tmp_path: Path) -> None:
 
 def test_each_limit_says_for_how_many_sandboxes_it_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {check.name: check for check in doctor.diagnose(tmp_path / "state")}
-    for name in ("open files", "tasks", "namespaces", "mounts"):
+    for name in ("open files", "tasks", "namespaces at once", "mounts"):
         assert " sandboxes" in found[name].detail and "enough for" in found[name].detail
     assert "for all sandboxes together" in found["inotify inside"].detail
     small = [limits.Room("cgroups", 12, "a = 40", "raise a"), limits.Room("cgroups", 7000, "b = 9000", "raise b")]
