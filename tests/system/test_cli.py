@@ -274,7 +274,7 @@ def test_uninstall_after_a_killed_node_without_sandboxes(tmp_path: Path) -> None
         removed = dsec("uninstall", "--yes", *at)
     assert removed.returncode == 0, removed.stderr
     assert not state.exists() and not run.exists() and str(state) not in Path("/proc/swaps").read_text()
-    assert not list(Path("/sys/fs/cgroup").glob(f"dsec-{prefix}")) and not list(Path("/sys/fs/cgroup").glob(f"*/dsec-{prefix}"))
+    assert not list(Path("/sys/fs/cgroup").glob(f"dsec-{prefix}*")) and not list(Path("/sys/fs/cgroup").glob(f"*/dsec-{prefix}*"))
     assert dsec("down", *at).stdout == "no node is running\n"
 
 

@@ -189,7 +189,8 @@ def _remove_cgroups(edge: Path) -> None:
     except (OSError, ValueError, KeyError):
         return
     root = Path("/sys/fs/cgroup")
-    for parent in (root / name, *(tree / name for tree in root.iterdir() if tree.is_dir())):
+    trees = (root, *(tree for tree in root.iterdir() if tree.is_dir()))
+    for parent in (tree / each for tree in trees for each in (name, f"{name}-idle")):  # one for each CPU class
         if parent.is_dir():
             for path in (*(child for child in parent.iterdir() if child.is_dir()), parent):
                 remove_group(path)
