@@ -4,7 +4,8 @@ The trace follows the published figures of the reference: life of a sandbox medi
 CPU, three phases (setup, tool calls between waits, test). What is not published is ours: a wait for the model is log-normal with a median
 of 30 s and a p99 of 10 min; a sandbox holds 10 to 40 MB in a process that its setup left behind and as much page cache; a tool call uses a
 tenth of both, a test most of it. Time runs `SCALE` times faster, disk and memory do not, so reclaim costs more here than it would.
-Everything is drawn from `SEED`. In the busy trace the waits have a median of 2 s, and nothing is idle for long.
+Everything is drawn from `SEED`. One in ten, and every one of the busy trace, waits 2 s (p99 8 s) instead and is never idle for long. The
+two arms, with reclaim and without, run the same trace side by side, each on a node of its own.
 """
 from __future__ import annotations
 
@@ -18,10 +19,9 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bench.common import LAYERS, Bench, Floor, Node, calibrate, node, percentile, start
-from bench.pause import MB, archive, used
+from bench.pause import MB, archive
 from dsec.linux import swap
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 
@@ -32,8 +32,8 @@ WAIT, WAIT_P99 = 30.0, 600.0
 BUSY_WAIT, BUSY_P99 = 2.0, 8.0
 AFTER = 60  # memory.reclaim_after: its default, before scaling
 CALL_MS, TEST_MS = (5.0, 40.0), (40.0, 120.0)  # CPU time of a tool call and of the test, as it is here
-SANDBOXES, QUICK = 48, 16  # at once; one that ends is replaced
-WINDOW, QUICK_WINDOW, BUSY_WINDOW = 60.0, 15.0, 12.0  # seconds of a run, of which the first fifth does not count
+SANDBOXES, QUICK, BUSY = 24, 8, 4  # at once, on each node; one that ends is replaced
+WINDOW, QUICK_WINDOW, BUSY_WINDOW = 60.0, 12.0, 40.0  # seconds of a run, of which the first fifth does not count
 Z99 = 2.326
 
 
@@ -50,6 +50,8 @@ class Step:
 class Life:
     """One sandbox of the trace."""
 
+    number: int
+    busy: bool
     size: int  # bytes of either kind
     steps: list[Step]
 
@@ -64,9 +66,8 @@ class Life:
 class Outcome:
     """One run. Bytes and seconds."""
 
-    steps: list[float] = field(default_factory=list)
+    steps: dict[tuple[int, int], float] = field(default_factory=dict)  # by sandbox of the trace and number
     groups: list[int] = field(default_factory=list)  # memory of all sandboxes at each sample
-    host: list[int] = field(default_factory=list)
     ended: int = 0
     reclaimed: dict[str, int] = field(default_factory=dict)
     swapped: int = 0  # bytes written to swap
@@ -77,11 +78,13 @@ def lognormal(rng: random.Random, median: float, p99: float) -> float:
     return median * math.exp(rng.gauss(0, 1) * math.log(p99 / median) / Z99)
 
 
-def lives(seed: int, n: int, wait: float, wait_p99: float) -> list[Life]:
+def lives(seed: int, n: int, busy_share: float) -> list[Life]:
     """So many sandboxes, one after the other."""
     rng = random.Random(seed)
     made = []
-    for _ in range(n):
+    for number in range(n):
+        busy = rng.random() < busy_share
+        wait, wait_p99 = (BUSY_WAIT, BUSY_P99) if busy else (WAIT, WAIT_P99)
         left = min(lognormal(rng, LIFE, LIFE_P99), 4 * LIFE_P99) / SCALE
         steps = []
         while left > 0:
@@ -89,7 +92,7 @@ def lives(seed: int, n: int, wait: float, wait_p99: float) -> list[Life]:
             steps.append(step)
             left -= step.wait
         steps.append(Step(0.1, 80, rng.uniform(*TEST_MS)))
-        made.append(Life(rng.randint(10, 40) * MB, steps))
+        made.append(Life(number, busy, rng.randint(10, 40) * MB, steps))
     return made
 
 
@@ -99,22 +102,21 @@ async def live(client: DSecClient, life: Life, out: Outcome, counts: asyncio.Eve
     box: Sandbox = await client.run_container(args, capacity_wait=60)
     try:
         await box.exec(["/opt/hold", "serve", str(life.size), "/tmp/file", "/tmp/s"], check=True)
-        for step in life.steps:
+        for i, step in enumerate(life.steps):
             await asyncio.sleep(step.wait)
             began = time.perf_counter()
             await box.exec(["/opt/hold", "step", "/tmp/s", "/tmp/file", str(step.percent), f"{step.cpu_ms:.1f}"], check=True)
             if counts.is_set():
-                out.steps.append(time.perf_counter() - began)
+                out.steps[life.number, i] = time.perf_counter() - began
         out.ended += 1
     finally:
         await asyncio.shield(box.stop())
 
 
-async def sample(file: Path, out: Outcome, base: int) -> None:
-    """The memory of all sandboxes together, and of the host since the run began."""
+async def sample(file: Path, out: Outcome) -> None:
+    """The memory of all sandboxes of a node together."""
     while True:
         out.groups.append(_number(file))
-        out.host.append(used() - base)
         await asyncio.sleep(0.25)
 
 
@@ -129,13 +131,13 @@ async def play(made: Node, trace: list[Life], at_once: int, window: float) -> Ou
             for life in waiting:
                 await live(client, life, out, counts)
 
-        base, before = used(), _swapped_out()
+        before = _swapped_out()
         workers = [asyncio.ensure_future(worker()) for _ in range(at_once)]
         await asyncio.sleep(window / 5)
         counts.set()
         prefix = json.loads((made.home / "state" / "edge.json").read_text())["prefix"]
         group = Path(f"/sys/fs/cgroup/memory/dsec-{prefix}/memory.usage_in_bytes")
-        sampler = asyncio.ensure_future(sample(group, out, base))
+        sampler = asyncio.ensure_future(sample(group, out))
         done, _ = await asyncio.wait([*workers, sampler], timeout=window * 4 / 5, return_when=asyncio.FIRST_EXCEPTION)
         for task in (sampler, *workers):
             task.cancel()
@@ -158,69 +160,67 @@ def _swapped_out() -> int:
     return next(int(line.split()[1]) for line in Path("/proc/vmstat").read_text().splitlines() if line.startswith("pswpout ")) * 4096
 
 
-def run(trace: list[Life], at_once: int, window: float, reclaim: bool, bench: Bench) -> Outcome:
-    """A node with or without reclaim, and the trace on it."""
-    after = max(1, round(AFTER / SCALE)) if reclaim else 0
-    extra = {"DSEC_MEMORY_SWAP": "file", "DSEC_MEMORY_SWAP_MB": "4096", "DSEC_MEMORY_RECLAIM_AFTER": str(after)}
-    extra["DSEC_MEMORY_PRESSURE"] = "evict" if reclaim else "off"
-    with node(medium_mb=6144, extra=extra) as made:
-        calibrate(bench, Floor(made.images, made.home))
-        return asyncio.run(play(made, trace, at_once, window))
+def run(trace: list[Life], at_once: int, window: float, bench: Bench) -> dict[str, Outcome]:
+    """The trace on two nodes at once, one with reclaim and swap."""
+    off = {"DSEC_MEMORY_RECLAIM_AFTER": "0", "DSEC_MEMORY_PRESSURE": "off"}
+    on = {"DSEC_MEMORY_SWAP": "file", "DSEC_MEMORY_SWAP_MB": "4096", "DSEC_MEMORY_RECLAIM_AFTER": str(max(1, round(AFTER / SCALE)))}
+    with node(medium_mb=4096, extra=off) as without, node(medium_mb=4096, extra=on) as having:
+        calibrate(bench, Floor(without.images, without.home))
+
+        async def both() -> dict[str, Outcome]:
+            found = await asyncio.gather(play(without, trace, at_once, window), play(having, trace, at_once, window))
+            return dict(zip(("off", "on"), found, strict=True))
+
+        return asyncio.run(both())
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run it."""
     bench = start("reclaim", argv)
     at_once, window = (QUICK, QUICK_WINDOW) if bench.quick else (SANDBOXES, WINDOW)
-    bench.size = f"{at_once} sandboxes at once, {window * SCALE / 60:.0f} min of the trace, {SCALE:.0f} times faster, seed {SEED}"
+    bench.size = f"{at_once} sandboxes in either arm, {window * SCALE / 60:.0f} min of the trace, {SCALE:.0f} times faster, seed {SEED}"
     if others := swap.active():
         bench.note(f"the machine has swap of its own: {', '.join(area.path for area in others)}")
-    idle = lives(SEED, at_once * 40, WAIT, WAIT_P99)
-    found = {"off": run(idle, at_once, window, False, bench), "on": run(idle, at_once, window, True, bench)}
-    busy: dict[str, Any] = {}
+    idle, busy = lives(SEED, at_once * 40, 0.1), lives(SEED + 1, 400, 1.0)
+    found = {"idle-heavy trace": run(idle, at_once, window, bench)}
     if not bench.quick:
-        trace = lives(SEED + 1, 400, BUSY_WAIT, BUSY_P99)
-        for _ in range(2):
-            for name in ("off", "on"):
-                busy.setdefault(name, []).append(run(trace, 8, BUSY_WINDOW, name == "on", bench))
-    _report(bench, idle, found, busy)
+        found["busy trace"] = run(busy, BUSY, BUSY_WINDOW, bench)
+    low = sum(life.cpu <= 0.05 for life in idle) / len(idle) * 100
+    length = sorted(sum(s.wait for s in life.steps) * SCALE / 60 for life in idle)
+    bench.note(
+        f"the trace: life p50 {percentile(length, 50):.1f} min, p99 {percentile(length, 99):.0f} min; {low:.0f}% use at most 5% of a CPU; "
+        f"{statistics.mean(life.size for life in idle) / MB:.0f} MB of either kind each"
+    )
+    _report(bench, {life.number for life in idle if not life.busy}, found)
     return bench.finish()
 
 
-def _report(bench: Bench, trace: list[Life], found: dict[str, Outcome], busy: dict[str, list[Outcome]]) -> None:
-    low = sum(life.cpu <= 0.05 for life in trace) / len(trace) * 100
-    length = sorted(sum(s.wait for s in life.steps) * SCALE / 60 for life in trace)
-    bench.note(
-        f"the trace: life p50 {percentile(length, 50):.1f} min, p99 {percentile(length, 99):.0f} min; {low:.0f}% use at most 5% of a CPU; "
-        f"{statistics.mean(life.size for life in trace) / MB:.0f} MB of either kind each"
-    )
-    head = ["reclaim", "memory, MB, mean", "of the host", "steps", "step p50 ms", "p99 ms", "mean ms", "taken, MB", "to swap, MB"]
-    rows = [
-        [name, f"{statistics.mean(o.groups) / MB:.0f}", f"{statistics.mean(o.host) / MB:.0f}", str(len(o.steps)),
-         f"{percentile(o.steps, 50) * 1e3:.1f}", f"{percentile(o.steps, 99) * 1e3:.1f}", f"{statistics.mean(o.steps) * 1e3:.1f}",
-         ", ".join(f"{reason} {value / MB:.0f}" for reason, value in o.reclaimed.items()), f"{o.swapped / MB:.0f}"]
-        for name, o in found.items()
-    ]  # fmt: skip
-    bench.table("idle-heavy trace", head, rows)
-    off, on = found["off"], found["on"]
+def _report(bench: Bench, waiting: set[int], found: dict[str, dict[str, Outcome]]) -> None:
+    head = ["reclaim", "memory, MB, mean", "steps", "step p50 ms", "p99 ms", "mean ms", "of who waits, p50", "taken, MB", "to swap, MB"]
+    for title, arms in found.items():
+        rows = []
+        for name, o in arms.items():
+            steps, idle = list(o.steps.values()), [t for (life, _), t in o.steps.items() if life in waiting]
+            rows.append(
+                [name, f"{statistics.mean(o.groups) / MB:.0f}", str(len(steps)), f"{percentile(steps, 50) * 1e3:.1f}",
+                 f"{percentile(steps, 99) * 1e3:.1f}", f"{statistics.mean(steps) * 1e3:.1f}",
+                 f"{percentile(idle, 50) * 1e3:.1f}" if title.startswith("idle") else "-",
+                 ", ".join(f"{reason} {value / MB:.0f}" for reason, value in o.reclaimed.items()), f"{o.swapped / MB:.0f}"]
+            )  # fmt: skip
+        bench.table(title, head, rows)
+    off, on = found["idle-heavy trace"]["off"], found["idle-heavy trace"]["on"]
     change = (statistics.mean(on.groups) / statistics.mean(off.groups) - 1) * 100
-    ratio = percentile(on.steps, 50) / percentile(off.steps, 50)
+    slow = [percentile([t for (life, _), t in o.steps.items() if life in waiting], 50) for o in (off, on)]
     bench.bar("time-integrated memory", change, -40, at_least=False, unit="%")
-    bench.bar("step p50 with / without", ratio, 1.1, at_least=False, unit="x")
-    cost = None
+    bench.bar("step p50 with / without, of those that wait", slow[1] / slow[0], 1.1, at_least=False, unit="x")
+    cost, busy = None, found.get("busy trace")
     if busy:
-        rows = [
-            [name, str(sum(len(o.steps) for o in turns)),
-             *(f"{statistics.mean(percentile(o.steps, p) for o in turns) * 1e3:.1f}" for p in (50, 99)),
-             f"{sum(sum(o.reclaimed.values()) for o in turns) / MB:.0f}"]
-            for name, turns in busy.items()
-        ]  # fmt: skip
-        bench.table("busy trace", ["reclaim", "steps", "step p50 ms", "p99 ms", "taken, MB"], rows)
-        medians = {name: statistics.mean(percentile(o.steps, 50) for o in turns) for name, turns in busy.items()}
-        cost = (medians["on"] / medians["off"] - 1) * 100
+        both = busy["off"].steps.keys() & busy["on"].steps.keys()
+        cost = (statistics.median(busy["on"].steps[k] / busy["off"].steps[k] for k in both) - 1) * 100
+        bench.note(f"busy trace: {len(both)} steps that both arms made are compared one by one")
     bench.bar("busy trace, cost in step time", cost, 2, at_least=False, unit="%", why="" if busy else "not in --quick")
     bench.data = {
-        "idle": {name: vars(o) for name, o in found.items()}, "busy": {name: [vars(o) for o in turns] for name, turns in busy.items()}
+        title: {name: {**vars(o), "steps": list(o.steps.values())} for name, o in arms.items()} for title, arms in found.items()
     }  # fmt: skip
 
 
