@@ -23,7 +23,7 @@ MB = 1_000_000
 EACH = 20 * MB  # of either kind
 SIZE, QUICK = 500, 40
 ZRAM = 100
-SETTLED, QUIET = 4 * MB, 3.0  # so many seconds that give back less than this are the end of giving back
+SETTLED, QUIET = 4 * MB, 12.0  # so many seconds that give back less than this are the end of giving back
 
 
 @dataclass

@@ -221,14 +221,19 @@ void class_give(const struct spec *spec, pid_t thread) {
   if (node.idle_by == IDLE_BY_POLICY) sched_setscheduler(thread, spec->cpu_class == CPU_BEST_EFFORT ? SCHED_IDLE : SCHED_OTHER, &none);
 }
 
+#define ON_ITS_WAY (256u << 10)
+
+// A page that is being written to swap is freed by the first reclaim after that, and reclaim does not wait for the device.
 void cgroup_reclaim(struct sandbox *s) {
-  int v1 = s->box->v1[CG_MEMORY];
+  int v1 = s->box->v1[CG_MEMORY], dir = v1 >= 0 ? v1 : s->cgroup_fd;
   char text[32];
-  uint64_t used = 0;
-  if (v1 >= 0) write_at(v1, "memory.force_empty", "0");
-  else if (!read_u64(s->cgroup_fd, "memory.current", &used)) {
-    snprintf(text, sizeof text, "%llu", (unsigned long long)used);
-    write_at(s->cgroup_fd, "memory.reclaim", text);      // EAGAIN: it gave back less than that
+  for (uint64_t used = 0, cached = 0;; nap_us(100000)) {
+    if (v1 >= 0) write_at(v1, "memory.force_empty", "0");
+    else if (!read_u64(dir, "memory.current", &used)) {
+      snprintf(text, sizeof text, "%llu", (unsigned long long)used);
+      write_at(dir, "memory.reclaim", text);             // EAGAIN: it gave back less than that
+    }
+    if (read_key(dir, "memory.stat", "swapcached", &cached) || cached < ON_ITS_WAY) return;
   }
 }
 
