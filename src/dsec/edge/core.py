@@ -53,6 +53,7 @@ class Core:
         self.foreign_volumes: set[str] = set()  # of snapshots that a newer edge made
         self.reclaimed = dict.fromkeys(self.counters.reclaimed, 0)  # bytes by reason
         self.creating = 0  # creators that wait
+        self.asked_at = 0.0  # when the last one came
         self.quiet = asyncio.Event()  # set when the last of them has what it wants
         self.unclean: dict[str, tuple[Sandbox, bool]] = {}  # something is left that could not be removed; its uids are held
         self.closing = False

@@ -262,6 +262,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         work = self._make(sandbox, backend, request_id) if sandbox.pool is None else self._give(sandbox, request_id)
         self.spawn(work, f"create {sandbox.id}")
         self.creating += 1
+        self.asked_at = time.monotonic()
         try:
             await asyncio.shield(sandbox.ready)
         except asyncio.CancelledError:

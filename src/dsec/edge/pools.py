@@ -32,7 +32,8 @@ from libdsec.wire import Cause, CpuClass, Limits, PoolInfo, PoolRequest, Sandbox
 log = logging.getLogger("dsec.edge")
 VERSION = 1
 _LOOK = 1.0  # seconds between looks at the images and at the host
-_POLITE = 0.1  # seconds for which a fill waits for creators who wait
+_POLITE = 0.02  # seconds for which a fill waits at most while creators come
+_PAUSE = 0.003  # seconds after the last one came in which the next may come
 _ANSWER = 2.0  # seconds in which a supervisor must take its new owner's names
 _AFTER_PRESSURE = 5.0  # seconds without a fill after the pools gave way
 _FILL, _YIELD = 1.0, 0.5  # `Admission.spare` above which pools are filled, below which they are emptied
@@ -351,11 +352,17 @@ class Pooling(Snapshots):
         return pool
 
     async def _let_creators_pass(self) -> None:
-        """A fill takes from those who wait now what it saves others later."""
-        if self.creating:
-            self.quiet.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.quiet.wait(), _POLITE)
+        """A fill takes from those who wait now what it saves others later, so it begins between bursts of them."""
+        until = time.monotonic() + _POLITE
+        while (now := time.monotonic()) < until:
+            if self.creating:
+                self.quiet.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.quiet.wait(), until - now)
+            elif (left := self.asked_at + _PAUSE - now) > 0:
+                await asyncio.sleep(left)
+            else:
+                return
 
     async def _fill(self, pool: Pool) -> None:
         spec, limits = pool.spec, pool.limits
