@@ -52,7 +52,8 @@ async def test_kills_in_fill_and_hand_out(own_node: Node) -> None:
         acknowledged = {task.result().id for task in waiting if task.done()}
         own_node.kill()
         if number % 3 == 2:  # some supervisors die with it: of those that wait, and of those that are handed out
-            for one in seed.sample(sorted(own_node.cgroup_ids() - set(owners) - acknowledged), 3):
+            waiting_now = sorted(own_node.cgroup_ids() - set(owners) - acknowledged)
+            for one in seed.sample(waiting_now, min(3, len(waiting_now))):
                 try:
                     os.kill(supervisor_pid(own_node, one), signal.SIGKILL)
                 except OSError:
