@@ -1,4 +1,5 @@
-"""Eight children of one running sandbox, and sandboxes of a snapshot; then eight with memory. `python -m bench.fork [--quick]`.
+"""Eight children of one running sandbox, sandboxes of a snapshot, and rollback in place; then eight children with memory.
+`python -m bench.fork [--quick]`.
 
 The parent has 100 MB of changes in 400 files. A fork is one call; a second figure counts until all children have read a changed file.
 Beside it: `cp -a` of the same tree, once, as the cost of copying it for one child.
@@ -25,7 +26,8 @@ CHANGE = "mkdir -p /srv/c && cd /srv/c && for i in $(seq 400); do head -c 256K /
 
 async def measure(made: Node, rounds: int) -> dict[str, list[float]]:
     """Milliseconds."""
-    took: dict[str, list[float]] = {"fork": [], "fork and first command": [], "snapshot": [], "restore": []}
+    what = ("fork", "fork and first command", "snapshot", "restore", "rollback", "rollback and first command")
+    took: dict[str, list[float]] = {name: [] for name in what}
     async with DSecClient(made.url, api_key=made.key) as client:
         box = await client.run_container(DSecContainerRunArgs(container_image="bookworm", memory_limit_mb=512, disk_mb=2048))
         await box.run_shell(CHANGE, check=True, timeout=120)
@@ -45,6 +47,12 @@ async def measure(made: Node, rounds: int) -> dict[str, list[float]]:
             took["restore"].append(time.perf_counter() - began)
             await again.run_shell("cd /srv/c && sha256sum -c --quiet sum", check=True)
             await again.stop()
+            await box.run_shell("cd /srv/c && for i in $(seq 400); do echo again >> f$i; done", check=True)
+            began = time.perf_counter()
+            await box.rollback(taken)
+            took["rollback"].append(time.perf_counter() - began)
+            await box.run_shell("cd /srv/c && sha256sum -c --quiet sum", check=True)
+            took["rollback and first command"].append(time.perf_counter() - began)
             await client.snapshots.remove(taken.id)
         await box.files.download_dir("/srv/c", made.home / "tree")
         await box.stop()
@@ -128,6 +136,7 @@ def _report(bench: Bench, took: dict[str, list[float]], memory: dict[str, list[f
         bench.table("with memory: a process of 50 MB", ["what", "p50 ms", "worst ms"], rows)
     bench.data = took | memory
     bench.bar(f"fork into {CHILDREN}, p50", statistics.median(took["fork"]), 100, at_least=False, unit=" ms", by="loop")
+    bench.bar("rollback, p50", statistics.median(took["rollback"]), 50, at_least=False, unit=" ms", by="loop")
     why = "" if memory else "no criu (scripts/fetch-tools.sh)"
     for n, most in ((1, 300), (CHILDREN, 1500)):
         median = statistics.median(memory[f"fork({n}, memory)"]) if memory else None

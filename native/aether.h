@@ -43,6 +43,7 @@ struct aether {
   uint64_t oom_kills, oom_at, pids_hits; // counters as last read; when an OOM kill was last noticed
   int running, helpers, conns;         // commands with a live process or in a session's queue; file helpers; connections
   uint64_t paused;                     // since when nothing inside runs, 0: it runs
+  int leaving;                         // R_*: what ends the commands is no end of the sandbox
   int damaged, ending;                 // the shell is not the one that the sandbox began with; sandbox_end is at work
   int used;                            // somebody wanted something of what is inside
   struct command *live;                // every command in memory
@@ -64,6 +65,7 @@ void event(const char *name, const char *command, const char *message);
 void event_bytes(const char *name, const char *message, uint64_t bytes);
 void idle_again(void);                               // it may be idle from now on
 uint64_t idle_for(void);                             // since when nobody wants anything of it, ns
+void sandbox_leave(int flag, struct conn *asker, uint32_t request) __attribute__((noreturn)); // flag: R_ROLLED_BACK or R_HIBERNATED
 void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint32_t request) __attribute__((noreturn));
 
 // conn.c -----------------------------------------------------------------------------------------------------------------------------
@@ -147,6 +149,7 @@ struct command {
   struct command *prev, *next, *next_hash;
   int refs;                            // being live, lingering, or a session's sink, and one for each sub
   uint8_t state, stop, shell, pty, group, left, saved; // stop: X_STOP_*; group: it has a cgroup; left: in the list of left pipes
+  uint8_t ended_by;                    // R_ROLLED_BACK, R_HIBERNATED: the verdict is not about this command alone
   uint8_t verdict, forced;             // an END_* that we caused; forced: whatever the process's own status was
   uint64_t definition;
   struct record rec;

@@ -193,6 +193,7 @@ void command_status(struct command *cmd, int code, int status, uint64_t cpu_ns, 
     r->ending = END_OOM;
     r->memory_peak = u.memory_peak;
   } else r->ending = exited ? END_EXITED : END_SIGNALED;
+  if (r->ending == END_KILLED) r->flags |= cmd->ended_by;
   cmd->state = C_DRAINING;
   cmd->grace = A.now + GRACE_NS;
   for (int i = 0; i < 2; i++) {
@@ -391,7 +392,10 @@ void commands_end(int lost) {
   for (struct command *cmd = A.live; cmd; cmd = cmd->next) {
     if (exec_starting(cmd)) exec_end(cmd);
     if (cmd->state == C_QUEUED || cmd->state == C_RUNNING) {
-      if (!cmd->verdict) cmd->verdict = lost ? END_LOST : END_KILLED;
+      if (!cmd->verdict) {
+        cmd->verdict = lost ? END_LOST : END_KILLED;
+        cmd->ended_by = (uint8_t)A.leaving;
+      }
       cmd->forced = cmd->session || cmd->state == C_QUEUED || cmd->process.fd < 0;
     }
   }

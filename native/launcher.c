@@ -245,6 +245,14 @@ static void ended(int i) {
   work[i] = work[--working];
 }
 
+static int put(struct fault *f) {
+  struct spec *c = &order.spec;
+  if (spec_check(c, node.cgroup, 0, f)) return -1;
+  if (!c->volume || !snapshot_named(c->volume)) return fault_set(f, "invalid_request", 0, "PUT_SNAPSHOT: no name of a snapshot");
+  umask(0);
+  return medium_put(c, f);
+}
+
 static void serve(const struct frame *h, size_t size) {
   struct fault f = {0};
   int userns = -1, bad = order_read(&order, h, request + sizeof *h, size, &f);
@@ -252,12 +260,13 @@ static void serve(const struct frame *h, size_t size) {
     bad = spec_check(&order.spec, node.cgroup, 1, &f) || core_hold((int)order.spec.cpu_class, 0, &f) || (order.spec.userns && (userns = userns_get(order.spec.uid_base, &f)) < 0);
   // (un)mounting what FUSE serves waits for the loader, which only this process brings back when it dies
   int waits = loader_by_fuse() && ((h->type == F_MOUNT_LAYER && order.fill) || h->type == F_UMOUNT_LAYER);
-  if (!bad && (h->type == F_CREATE || h->type == F_REAP || waits)) {
+  if (!bad && (h->type == F_CREATE || h->type == F_REAP || h->type == F_PUT_SNAPSHOT || waits)) {
     pid_t pid = begin(h->request, &f);
     if (pid > 0) return;               // the child answers
     if (!pid && h->type == F_CREATE) create(h->request, userns, &f);
     if (!pid) {
       if (h->type == F_REAP) bad = spec_check(&order.spec, node.cgroup, 0, &f) || reap(&order.spec, &f);
+      else if (h->type == F_PUT_SNAPSHOT) bad = put(&f);
       else bad = h->type == F_UMOUNT_LAYER ? layer_umount(order.name, &f) : layer_mount(order.name, order.path, order.data, order.fill, &f);
       answer(bad ? F_ERROR : F_OK, h->request, &f);
       answered();

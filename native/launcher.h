@@ -10,10 +10,9 @@ int launcher_main(int argc, char **argv);
 struct order {
   struct spec spec;
   const char *name, *path, *data;
-  const char *keep[4096];              // T_ID of MOUNT_MEDIUM: volumes to leave alone
-  int nkeep;
   uint64_t bytes;
-  int fill;
+  int fill, nkeep;
+  const char *keep[16384];             // T_ID of MOUNT_MEDIUM: volumes to leave alone; last, because it is long
 };
 int order_read(struct order *o, const struct frame *h, const uint8_t *payload, size_t size, struct fault *f);
 int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f); // defaults, and what would be unsafe

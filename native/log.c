@@ -147,6 +147,13 @@ void log_evict(struct log *l) {
   if (l->file) l->evicted = 1;
 }
 
+void log_adopt(const char *command, int which) {
+  char name[40];
+  struct stat st;
+  snprintf(name, sizeof name, "%.31s.%s", command, which ? "err" : "out");
+  if (!fstatat(logs_dir, name, &st, AT_SYMLINK_NOFOLLOW)) used += (uint64_t)st.st_size;
+}
+
 // Removes a file of an ended command and gives its bytes back to the budget.
 void log_remove(const char *command, int which) {
   char name[40];

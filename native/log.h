@@ -34,10 +34,11 @@ void log_spill(struct log *l);                 // into a file even when it is sm
 // for records.c
 uint64_t log_budget(void);
 void log_charge(uint64_t n);                   // a record counts like a log, and makes the oldest logs go
+void log_adopt(const char *command, int which);                 // a file that an earlier supervisor wrote
 void log_remove(const char *command, int which);                // the file of an ended command, and its share of the budget
 
 // records.c: commands.bin and its index
-int records_setup(int dir);
+int records_setup(int dir);                    // those that an earlier supervisor of the sandbox wrote are known again
 // Appends the record with the logs' inline bytes. 0, or -1 when the disk refused (errno).
 int records_append(struct record *r, struct log *out, struct log *err);
 void records_update(const struct record *r);   // totals and flags of one that is there

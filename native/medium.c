@@ -7,6 +7,7 @@
 #include <linux/btrfs_tree.h>
 #include <linux/fs.h>
 #include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
@@ -110,23 +111,26 @@ int medium_open(void) {
 }
 
 // What is neither kept nor, unless all is to go, a sandbox's own.
-static int wipe(const char *const *keep, int nkeep, int all, struct fault *f) {
+static int by_name(const void *a, const void *b) { return strcmp(*(const char *const *)a, *(const char *const *)b); }
+
+static int wipe(const char **keep, int nkeep, int all, struct fault *f) {
   int copy = openat(node.medium, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   DIR *d = copy < 0 ? NULL : fdopendir(copy);
   if (!d) { close_fd(&copy); return fault_host(f, errno, "list the medium"); }
   int bad = 0;
+  qsort(keep, (size_t)nkeep, sizeof *keep, by_name);
   for (struct dirent *e; !bad && (e = readdir(d));) {
-    int kept = e->d_name[0] == '.' || (!all && !snapshot_named(e->d_name));
-    for (int i = 0; i < nkeep && !kept; i++) kept = !strcmp(keep[i], e->d_name);
+    const char *name = e->d_name;
+    int kept = *name == '.' || (!all && !snapshot_named(name)) || bsearch(&name, keep, (size_t)nkeep, sizeof *keep, by_name);
     if (!kept && medium_remove(e->d_name)) bad = fault_host(f, errno, "remove the stale volume %s from the medium", e->d_name);
   }
   closedir(d);
   return bad;
 }
 
-int medium_keep(const char *const *keep, int nkeep, struct fault *f) { return wipe(keep, nkeep, 0, f); }
+int medium_keep(const char **keep, int nkeep, struct fault *f) { return wipe(keep, nkeep, 0, f); }
 
-int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char *const *keep, int nkeep, struct fault *f) {
+int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char **keep, int nkeep, struct fault *f) {
   char loop[32];
   if (node.medium >= 0) return medium_keep(keep, nkeep, f); // joined: sandboxes live on it, and whoever took snapshots is gone
   if (!path || *path != '/' || bytes < (256u << 20)) return fault_set(f, "invalid_request", 0, "the medium needs an absolute path and at least 256 MiB");
@@ -173,11 +177,47 @@ static int medium_copy(const char *from, const char *to, struct fault *f) {
   return bad ? fault_host(f, err, "make the writable layer of %s from %s", to, from) : 0;
 }
 
+static int there(const char *name) {
+  struct stat st;
+  return !fstatat(node.medium, name, &st, AT_SYMLINK_NOFOLLOW);
+}
+
+static const char *beside(char name[96], const char *id, const char *suffix) {
+  snprintf(name, 96, "%.64s.%s", id, suffix);
+  return name;
+}
+
+int medium_put(const struct spec *c, struct fault *f) {
+  char next[96], path[160];
+  if (node.medium < 0) return fault_set(f, "internal", 0, "the node's writable medium is not mounted");
+  if (medium_remove(beside(next, c->id, "next"))) return fault_host(f, errno, "remove the volume %s", next);
+  if (medium_copy(c->volume, next, f)) return -1;
+  if (!c->hostname) return 0;
+  // another sandbox's files: their identity is not to be this one's
+  struct sandbox s = {.spec = *c};
+  snprintf(path, sizeof path, NODE_MEDIUM "/%s", next);
+  if (!chdir(path) && !own_identity(&s, f)) return 0;
+  fault_host(f, errno, "enter the volume %s", next);
+  medium_remove(next);
+  return -1;
+}
+
+// The layer that the sandbox had, or the one that was put beside it to take its place. Whoever did a step before may have died over the next.
+static int take_up(const char *id, struct fault *f) {
+  char next[96], old[96];
+  if (there(beside(next, id, "next"))) {
+    if (there(id) && (medium_remove(beside(old, id, "old")) || renameat(node.medium, id, node.medium, old)))
+      return fault_host(f, errno, "put the writable layer of %s aside", id);
+    if (renameat(node.medium, next, node.medium, id)) return fault_host(f, errno, "exchange the writable layer of %s", id);
+  }
+  return there(id) ? 0 : fault_set(f, "volume_not_found", 0, "the writable layer of %s is not on the medium any more", id);
+}
+
 int medium_make(struct sandbox *s, struct fault *f) {
   const char *id = s->spec.id;
   struct box *b = s->box;
   if (node.medium < 0) return fault_set(f, "internal", 0, "the node's writable medium is not mounted");
-  if (s->spec.volume ? medium_copy(s->spec.volume, id, f) : vol(node.medium, BTRFS_IOC_SUBVOL_CREATE, id) ? fault_host(f, errno, "make the writable layer of %s", id) : 0)
+  if (s->spec.turn ? take_up(id, f) : s->spec.volume ? medium_copy(s->spec.volume, id, f) : vol(node.medium, BTRFS_IOC_SUBVOL_CREATE, id) ? fault_host(f, errno, "make the writable layer of %s", id) : 0)
     return -1;
   if ((b->volume = openat(node.medium, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the writable layer of %s", id);
   struct btrfs_ioctl_ino_lookup_args where = {.objectid = BTRFS_FIRST_FREE_OBJECTID};
@@ -200,6 +240,17 @@ int medium_remove(const char *id) {
   struct btrfs_ioctl_qgroup_create_args q = {.create = 0, .qgroupid = where.treeid};
   if (known) (void)ioctl(node.medium, BTRFS_IOC_QGROUP_CREATE, &q);
   return 0;
+}
+
+int medium_rest(struct sandbox *s) {
+  char name[96];
+  // of a rollback that came to nothing: the next supervisor must not take it up
+  return medium_remove(beside(name, s->spec.id, "next")) || syncfs(s->box->volume) ? -1 : 0;
+}
+
+int medium_forget(const char *id) {
+  char name[96];
+  return medium_remove(beside(name, id, "next")) || medium_remove(beside(name, id, "old")) || medium_remove(id) ? -1 : 0;
 }
 
 int medium_snapshot(struct sandbox *s, const char *name, struct fault *f) {

@@ -118,7 +118,7 @@ static int etc_files(const struct sandbox *s, struct fault *f) {
 
 // What a copy of another sandbox's layer may not share with it: its name, and who it is to programs that ask the machine. Its /etc is an
 // agent's work, so nothing in it is followed.
-static int own_identity(const struct sandbox *s, struct fault *f) {
+int own_identity(const struct sandbox *s, struct fault *f) {
   char text[512];
   int etc = open("u/etc", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (etc < 0) return errno == ENOENT || errno == ENOTDIR || errno == ELOOP ? 0 : fault_host(f, errno, "open /etc of %s", s->spec.id);
@@ -150,6 +150,11 @@ static int copied(const struct sandbox *s, struct fault *f) {
   snprintf(old, sizeof old, "w.%s", s->spec.id);
   if (rename("w", old) || mkdir("w", 0700) || chown_root(s, "w")) return fault_host(f, errno, "prepare the copied layer of %s", s->spec.id);
   return own_identity(s, f);
+}
+
+// The overlay that it was the upper of is gone, and what that left in its work directory is of no use to the next one.
+static int again(const struct sandbox *s, struct fault *f) {
+  return remove_all(AT_FDCWD, "w") || mkdir("w", 0700) || chown_root(s, "w") ? fault_host(f, errno, "prepare the layer of %s again", s->spec.id) : 0;
 }
 
 // u and w in the current directory. The upper root takes mode and owner of the lower root, and so does /etc, which gets two files.
@@ -187,7 +192,7 @@ static int overlay(const struct sandbox *s, struct fault *f) {
     snprintf(name, sizeof name, NODE_MEDIUM "/%s", s->spec.id);
     if (chdir(name)) return fault_host(f, errno, "enter the writable layer of %s", s->spec.id);
   }
-  if (s->spec.volume ? copied(s, f) : upper(s, f)) return -1;
+  if (s->spec.turn ? again(s, f) : s->spec.volume ? copied(s, f) : upper(s, f)) return -1;
   int fs = fsopen("overlay", FSOPEN_CLOEXEC);
   int bad = fs < 0 || fsconfig(fs, FSCONFIG_SET_STRING, "source", "overlay", 0) || fsconfig(fs, FSCONFIG_SET_STRING, "upperdir", "u", 0) ||
             fsconfig(fs, FSCONFIG_SET_STRING, "workdir", "w", 0) || fsconfig(fs, FSCONFIG_SET_FLAG, "volatile", NULL, 0) || chdir(NODE_SCRATCH);

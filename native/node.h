@@ -69,11 +69,14 @@ int core_hold(int class, pid_t from, struct fault *f);                // nothing
 int core_take(int class, struct fault *f);                            // this process, and all that it makes from now on
 
 // medium.c, loop.c
-int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char *const *keep, int nkeep, struct fault *f);
+int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char **keep, int nkeep, struct fault *f);
 int medium_open(void);                                                // what an earlier launcher mounted; 0 or -1
 int medium_make(struct sandbox *s, struct fault *f);                  // the sandbox's subvolume, limited
+int medium_put(const struct spec *c, struct fault *f);                // <id>.next: what it begins with when it is made again
+int medium_rest(struct sandbox *s);                                   // its layer is on the disk, and nothing is beside it
+int medium_forget(const char *id);                                    // all volumes of a sandbox
 int medium_snapshot(struct sandbox *s, const char *name, struct fault *f); // <id>.<suffix>, beside it
-int medium_keep(const char *const *keep, int nkeep, struct fault *f); // drops every snapshot but these
+int medium_keep(const char **keep, int nkeep, struct fault *f); // drops every snapshot but these
 int snapshot_named(const char *name);                                 // <id>.<suffix>: for a moment; snap-<suffix>: until it is dropped
 int medium_remove(const char *id);                                    // a volume or a snapshot
 void medium_usage(struct sandbox *s, uint64_t *used, int *full);
@@ -94,6 +97,7 @@ int host_open(const char *path, int flags);                           // a path 
 struct own_pids { pid_t init, helper; int err; };                     // shared: who PID 1 is when the setup process does not become it
 struct setup { struct sandbox *s; struct own_pids *own; int status, go, aether, dev; }; // go: a byte when cgroups and network namespace are there to be joined
 void setup_child(struct setup *u) __attribute__((noreturn));
+int own_identity(const struct sandbox *s, struct fault *f);           // in ./u/etc, an agent's work: host name and machine id of its own
 int netns_make(struct fault *f);                                      // this process moves into a new one with loopback
 int hosts_text(const struct sandbox *s, char *text, size_t cap);      // of /etc/hosts
 int fs_mount(const char *type, const char *const *options, unsigned attributes); // name, value, ... NULL; detached mount or -1

@@ -1,4 +1,5 @@
 // Decoding the edge's requests to the launcher. The edge is ours, but a mistake there must not become a path outside our directories.
+#include <stddef.h>
 #include <string.h>
 #include "launcher.h"
 #include "node.h"
@@ -35,6 +36,8 @@ static int one(struct order *o, uint8_t type, const struct item *i) {
     case T_FILL: return flag(i, &o->fill);
     case T_BYTES: case T_SIZE: return field_u64(i, &o->bytes);
     case T_VOLUME: return text(i, &c->volume);
+    case T_TURN: return field_u64(i, &c->turn);
+    case T_KEEP: return flag(i, &c->keep);
     case T_CGROUP: return text(i, &c->cgroup);
     case T_HOSTNAME: return text(i, &c->hostname);
     case T_WORKDIR: return text(i, &c->workdir);
@@ -67,7 +70,7 @@ int order_read(struct order *o, const struct frame *h, const uint8_t *payload, s
   struct cursor c = {payload, payload + size};
   struct item i;
   int more;
-  memset(o, 0, sizeof *o);
+  memset(o, 0, offsetof(struct order, keep));
   o->spec.userns = 1;
   while ((more = field_next(&c, &i)) > 0)
     if (one(o, h->type, &i)) return fault_set(f, "wire_field", 0, "field %u of request type %u is unknown, malformed or one too many", i.tag, h->type);
@@ -99,7 +102,7 @@ int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f
   if (c->cpu_class >= CPU_CLASSES) return fault_set(f, "invalid_request", 0, "there is no CPU class %u", c->cpu_class);
   if (!creating) return 0;
   if (!own(c->state_dir, c->id)) return fault_set(f, "invalid_request", 0, "STATE_DIR %.80s does not end in /%s", c->state_dir ? c->state_dir : "", c->id);
-  if (c->volume && (!snapshot_named(c->volume) || c->medium != MEDIUM_BTRFS)) return fault_set(f, "invalid_request", 0, "%.70s is not the name of a snapshot", c->volume);
+  if (c->volume && (c->turn || !snapshot_named(c->volume) || c->medium != MEDIUM_BTRFS)) return fault_set(f, "invalid_request", 0, "%.70s is not the name of a snapshot", c->volume);
   if (!c->nlayers) return fault_set(f, "layer_not_found", 0, "a sandbox needs at least one layer");
   if (!c->hostname || !*c->hostname) c->hostname = c->id;
   if (hostname_check(c->hostname, f)) return -1;

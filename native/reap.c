@@ -14,7 +14,7 @@
 int sandbox_sweep(const struct spec *c, struct fault *f) {
   if (cgroup_remove(c->id)) fault_host(f, errno, "remove the cgroups of %s", c->id);
   // the last process is gone, but the kernel may still be taking its mounts down
-  for (int i = 0; medium_remove(c->id); i++) {
+  for (int i = 0; !c->keep && medium_forget(c->id); i++) {
     if (i == 100 || (errno != EBUSY && errno != ETXTBSY)) { fault_host(f, errno, "remove the writable layer of %s", c->id); break; }
     nap_us(10000);
   }
@@ -43,4 +43,8 @@ static int end_supervisor(const struct spec *c, struct fault *f) {
   return bad;
 }
 
-int reap(const struct spec *c, struct fault *f) { return end_supervisor(c, f) || sandbox_sweep(c, f) ? -1 : 0; }
+int reap(const struct spec *c, struct fault *f) {
+  if (end_supervisor(c, f) || sandbox_sweep(c, f)) return -1;
+  // what is kept has lost its supervisor, and nobody else says when it is on the disk
+  return c->keep && node.medium >= 0 && syncfs(node.medium) ? fault_host(f, errno, "write the files of %s back", c->id) : 0;
+}

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -95,16 +96,41 @@ static void forget_oldest(void) {
   first++;
 }
 
+static int enter(const struct record *r, uint64_t at, int files, int gone) {
+  if (end - first >= RECORDS_MAX) forget_oldest();
+  if (end - first == cap && grow()) return -1;
+  uint64_t seq = end++;
+  struct entry *e = entry_of(seq);
+  *e = (struct entry){.at = at, .size = r->size, .files = (uint8_t)files, .evicted = (uint8_t)gone};
+  memcpy(e->id, r->command, sizeof e->id);
+  link_in(seq);
+  return 0;
+}
+
+// A record whose write was cut off, and what follows it, does not count.
 int records_setup(int dir) {
+  struct record r;
+  struct stat st;
   file = openat(dir, "commands.bin", O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-  return file < 0 ? -1 : 0;
+  if (file < 0 || fstat(file, &st)) return -1;
+  for (struct entry at = {0}; !read_record(&at, &r); at.at = file_size) {
+    if (r.out_inline > LOG_SMALL || r.err_inline > LOG_SMALL || r.size != sizeof r + r.out_inline + r.err_inline) break;
+    if (file_size + r.size > (uint64_t)st.st_size) break;
+    int files = (r.out_total > r.out_inline ? 1 : 0) | (r.err_total > r.err_inline ? 2 : 0);
+    if (enter(&r, file_size, files, r.flags & R_LOG_EVICTED)) return -1;
+    log_adopt(r.command, 0);
+    log_adopt(r.command, 1);
+    log_charge(r.size);
+    file_size += r.size;
+  }
+  return file_size < (uint64_t)st.st_size ? ftruncate(file, (off_t)file_size) : 0;
 }
 
 static uint64_t dropped(const struct log *l) { return l->total - log_kept(l); }
 
 int records_append(struct record *r, struct log *out, struct log *err) {
   if (end - first >= RECORDS_MAX) forget_oldest();
-  if (end - first == cap && grow()) return -1;
+  if (end - first == cap && grow()) return -1;           // before the write, or a record would be there that nobody finds
   // records stay for good: they may fill half of the budget with output, then they carry none and leave the rest to the logs
   int heavy = file_size > log_budget() / 2;
   if (heavy) { log_spill(out); log_spill(err); }
@@ -118,11 +144,7 @@ int records_append(struct record *r, struct log *out, struct log *err) {
   ssize_t n;
   do n = pwritev(file, v, 3, (off_t)file_size); while (n < 0 && errno == EINTR);
   if (n != (ssize_t)r->size) { if (n >= 0) errno = ENOSPC; return -1; }
-  uint64_t seq = end++;
-  struct entry *e = entry_of(seq);
-  *e = (struct entry){.at = file_size, .size = r->size, .files = (uint8_t)((out->file ? 1 : 0) | (err->file ? 2 : 0))};
-  memcpy(e->id, r->command, sizeof e->id);
-  link_in(seq);
+  (void)enter(r, file_size, (out->file ? 1 : 0) | (err->file ? 2 : 0), 0);
   file_size += r->size;
   if (!heavy) log_charge(r->size);
   return 0;

@@ -17,6 +17,7 @@ static const uint16_t none[] = {0}, hello[] = {T_VERSION_MAJOR, T_VERSION_MINOR,
   attach[] = {T_COMMAND, T_OFFSET, T_OFFSET_ERR, T_FOLLOW, 0}, log_range[] = {T_COMMAND, T_STREAM, T_OFFSET, T_LENGTH, 0},
   input[] = {T_COMMAND, T_BYTES, 0}, resize[] = {T_COMMAND, T_ROWS, T_COLS, 0}, sig[] = {T_COMMAND, T_SIGNAL, T_SCOPE, 0},
   session[] = {T_NAME, T_CWD, T_ENV, T_USER, 0}, name[] = {T_NAME, 0}, lease[] = {T_DEADLINE_NS, T_IDLE_NS, T_AUTO_PAUSE_NS, T_HOSTNAME, T_ENV, 0}, stop[] = {T_CAUSE, T_MESSAGE, T_REASON, 0},
+  leave[] = {T_CAUSE, 0},
   memory[] = {T_IDLE_NS, T_REASON, 0}, checkpoint[] = {T_NAME, T_PATH, 0}, restore[] = {T_PATH, 0};
 
 static const uint16_t *allowed(uint8_t type) {
@@ -35,6 +36,7 @@ static const uint16_t *allowed(uint8_t type) {
     case F_CHECKPOINT: return checkpoint;
     case F_RESTORE: return restore;
     case F_STOP: return stop;
+    case F_LEAVE: return leave;
     case F_SUBSCRIBE: case F_LIST: case F_STAT: case F_SESSION_LIST: case F_RESUME: return none;
     case F_PAUSE: case F_RECLAIM: return memory;
     default: return NULL;
@@ -146,6 +148,7 @@ static void say_hello(struct conn *c, struct request *r) {
   frame_text(&b, T_STATE, A.paused ? "paused" : "running");
   if (A.paused) frame_text(&b, T_REASON, pause_reason());
   frame_u64(&b, T_INIT_PID, (uint64_t)A.s->init);
+  if (A.s->spec.turn) frame_u64(&b, T_TURN, A.s->spec.turn);
   conn_reply(c, &b);
 }
 
@@ -220,6 +223,13 @@ static void stop_now(struct conn *c, struct request *r) {
   while (*cause && r->cause && strcmp(*cause, r->cause)) cause++;
   if (!*cause) { conn_error(c, r->id, "invalid_request", 0, "STOP: unknown cause %.40s", r->cause); return; }
   sandbox_end(*cause, r->reason ? r->reason : "asked to stop", c, r->id);
+}
+
+static void leave_now(struct conn *c, struct request *r) {
+  int flag = !r->cause ? 0 : !strcmp(r->cause, "rollback") ? R_ROLLED_BACK : !strcmp(r->cause, "hibernate") ? R_HIBERNATED : 0;
+  if (!flag) conn_error(c, r->id, "invalid_request", 0, "LEAVE: the cause is rollback or hibernate");
+  else if (A.s->spec.medium != MEDIUM_BTRFS) conn_error(c, r->id, "unsupported", 0, "a sandbox whose disk is memory ends with its processes");
+  else sandbox_leave(flag, c, r->id);
 }
 
 // about a command ---------------------------------------------------------------------------------------------------------------------
@@ -337,6 +347,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     case F_SESSION_CLOSE: session_close(c, &r); break;
     case F_LEASE: set_lease(c, &r); break;
     case F_STOP: stop_now(c, &r); break;
+    case F_LEAVE: leave_now(c, &r); break;
     case F_SNAPSHOT: snapshot_start(c, &r); break;
     case F_CHECKPOINT:
       if (!r.path || *r.path != '/') conn_error(c, r.id, "invalid_request", 0, "CHECKPOINT: a directory is needed");

@@ -78,9 +78,10 @@ static int inspect_root(struct sandbox *s, struct fault *f) {
   if ((s->devpts_fd = open_inside(box.root, "dev/pts", O_RDONLY | O_DIRECTORY)) < 0) return fault_host(f, errno, "open /dev/pts of %s", s->spec.id);
   int dir = open_inside(box.root, s->spec.workdir, O_PATH | O_DIRECTORY);
   if (dir < 0 && errno_lack(errno)) return fault_host(f, errno, "open the working directory of %s", s->spec.id);
-  if (dir < 0) return fault_set(f, "cwd_not_found", errno, "the working directory %.120s", s->spec.workdir);
-  close(dir);
-  if (account_find(box.root, s->spec.user, s->userns_fd >= 0, &a, f)) return -1;
+  if (dir < 0 && !s->spec.turn) return fault_set(f, "cwd_not_found", errno, "the working directory %.120s", s->spec.workdir);
+  close_fd(&dir);
+  // what it did to its own files while it ran is for its next command to say
+  if (!s->spec.turn && account_find(box.root, s->spec.user, s->userns_fd >= 0, &a, f)) return -1;
   return identify("bin/sh", &s->shell, &s->has_shell) || identify("bin/bash", &s->bash, &unused) ? fault_host(f, errno, "look at the shell of %s", s->spec.id) : 0;
 }
 
@@ -144,6 +145,7 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, int userns, struc
   box = (struct box){.volume = -1, .root = -1, .null = -1};
   for (int i = 0; i < CG_COUNT; i++) box.v1[i] = box.join[i] = -1;
   if (!s->spec.userns) s->spec.uid_base = 0;
+  s->spec.keep = s->spec.turn > 0;     // until it runs
   for (int i = 0; i < spec->nlayers; i++)
     if (!layer_mounted(spec->layers[i])) return fault_set(f, "layer_not_found", 0, "layer %.100s is not mounted on this node", spec->layers[i]);
   // an id that is in use must not be undone
@@ -227,6 +229,11 @@ void sandbox_remove(struct sandbox *s) {
   }
   close_fd(&s->listen_fd);
   sandbox_sweep(&spec, &ignored);
+}
+
+void sandbox_rest(struct sandbox *s) {
+  if (medium_rest(s)) fprintf(stderr, "aether %s: write its files back: %s\n", s->spec.id, strerror(errno));
+  cgroup_reclaim(s);
 }
 
 void sandbox_usage(struct sandbox *s, struct usage *u) {

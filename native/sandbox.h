@@ -23,6 +23,8 @@ struct spec {                          // decoded CREATE; strings point into the
   uint64_t log_head, log_tail, log_budget;
   uint64_t deadline_ns, idle_ns;       // CLOCK_REALTIME; 0: never
   uint64_t auto_pause_ns, reclaim_ns;  // idle for so long: it is paused, gives memory back; 0: never
+  uint64_t turn;                       // how often it was made again, on the layer that it had; 0: it is new
+  int keep;                            // its writable layer stays when everything else of it is removed
 };
 
 struct file_id { uint64_t dev, ino, size, ctime_ns; }; // overlayfs keeps the inode number over a copy-up: the change time tells
@@ -48,7 +50,8 @@ struct fault { const char *code, *resource; int err; char message[200]; }; // st
 // 0, or -1 with everything undone. userns: its user namespace, -1 for none
 int sandbox_create(struct sandbox *s, const struct spec *spec, int userns, struct fault *f);
 void sandbox_kill(struct sandbox *s);  // every process of it, now; returns when init was reaped
-void sandbox_remove(struct sandbox *s);// cgroups, writable layer, run directory
+void sandbox_remove(struct sandbox *s);// cgroups, writable layer (but for spec.keep), run directory
+void sandbox_rest(struct sandbox *s);  // nothing runs any more: its files are on the medium and out of memory when this returns
 void sandbox_usage(struct sandbox *s, struct usage *u);
 uint64_t sandbox_oom_kills(struct sandbox *s);
 uint64_t sandbox_pids_hits(struct sandbox *s);

@@ -296,12 +296,11 @@ bad:
   fprintf(stderr, "aether %s: write %s/end.json: %s\n", A.s->spec.id, A.s->spec.state_dir, strerror(errno));
 }
 
-void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint32_t request) {
+// Everything must die before anything is waited for: init's end waits until we have reaped what entered its pid namespace.
+static void end_all(int lost) {
   refresh();
   A.ending = 1;
-  int lost = strcmp(cause, "stopped") && strcmp(cause, "expired") && strcmp(cause, "evicted");
   loop_want(&init_source, 0);
-  // Everything must die before anything is waited for: init's end waits until we have reaped what entered its pid namespace.
   group_kill("");
   commands_end(lost);
   sessions_end();
@@ -309,11 +308,48 @@ void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint
   snapshots_end();
   reclaim_end();
   counters_read();
-  write_end(cause, detail);            // while PID 1 dies
+}
+
+static void kill_all(void) {
   sandbox_kill(A.s);
   groups_end();
   // whoever waits for a command gets its end first
   for (int i = 0; i < 64 && conns_waiting(); i++) conns_pump();
+}
+
+static void flush_all(void) __attribute__((noreturn));
+static void flush_all(void) {
+  uint64_t began = A.now;
+  for (struct conn *c = conns; c; c = c->next) {
+    refresh();
+    if (A.now - began > 1000 * MS) break;                // a reader that does not read finds what is on the disk
+    conn_flush(c, 200);
+  }
+  _exit(0);
+}
+
+// No end of the sandbox: its files, records and logs stay, for another supervisor.
+void sandbox_leave(int flag, struct conn *asker, uint32_t request) {
+  struct usage u;
+  A.leaving = flag;
+  end_all(0);
+  kill_all();
+  sandbox_usage(A.s, &u);
+  if (flag == R_HIBERNATED) sandbox_rest(A.s);
+  A.s->spec.keep = 1;
+  sandbox_remove(A.s);
+  struct buf b = reply_buf();
+  frame_begin(&b, F_LEFT, 0, request);
+  frame_u64(&b, T_DISK_USED, u.disk);
+  frame_u64(&b, T_TIME_NS, A.real);
+  conn_reply(asker, &b);
+  flush_all();
+}
+
+void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint32_t request) {
+  end_all(strcmp(cause, "stopped") && strcmp(cause, "expired") && strcmp(cause, "evicted"));
+  write_end(cause, detail);            // while PID 1 dies
+  kill_all();
   sandbox_remove(A.s);
   for (struct conn *c = conns; c; c = c->next) {
     if (!c->hello) continue;
@@ -333,13 +369,7 @@ void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint
       conn_reply(c, &b);
     }
   }
-  uint64_t began = A.now;
-  for (struct conn *c = conns; c; c = c->next) {
-    refresh();
-    if (A.now - began > 1000 * MS) break;                // a reader that does not read finds end.json
-    conn_flush(c, 200);
-  }
-  _exit(0);
+  flush_all();
 }
 
 // ------------------------------------------------------------------------------------------------------------------------------------
@@ -401,6 +431,7 @@ static void setup(struct sandbox *s) {
 
 void aether_main(struct sandbox *s) {
   setup(s);
+  s->spec.keep = 0;
   for (;;) {
     struct epoll_event events[64];
     int n = epoll_wait(A.epoll, events, 64, conns_waiting() ? 0 : -1);

@@ -8,7 +8,7 @@
 
 #define WIRE_MAJOR 1
 #ifndef WIRE_MINOR
-#define WIRE_MINOR 3                   // 1: snapshots, 2: LEASE with HOSTNAME and ENV, 3: checkpoints
+#define WIRE_MINOR 4                   // 1: snapshots, 2: LEASE with HOSTNAME and ENV, 3: checkpoints, 4: LEAVE
 #endif
 #define WIRE_MAX (1u << 20)            // payload bytes of one frame
 #define WIRE_DATA (256u << 10)         // most bytes that we put into one DATA frame
@@ -21,14 +21,15 @@ enum frame_type {
   F_HELLO = 1, F_OK = 2, F_ERROR = 3, F_DATA = 4, F_RECORD = 5, F_STATUS = 6, F_EVENT = 7,
   // launcher requests
   F_MOUNT_MEDIUM = 16, F_MOUNT_LAYER = 17, F_UMOUNT_LAYER = 18, F_CREATE = 19, F_REAP = 20, F_DISK_USAGE = 21, F_DROP_SNAPSHOT = 22,
+  F_PUT_SNAPSHOT = 57,
   F_READY = 24,
   // aether requests
   F_SUBSCRIBE = 32, F_EXEC = 33, F_ATTACH = 34, F_LOG_READ = 35, F_STDIN = 36, F_STDIN_CLOSE = 37, F_RESIZE = 38,
   F_SIGNAL = 39, F_KILL = 40, F_WAIT = 41, F_LIST = 42, F_STAT = 43, F_SESSION_OPEN = 44, F_SESSION_CLOSE = 45,
   F_SESSION_LIST = 46, F_FILE = 47, F_LEASE = 48, F_STOP = 49, F_SNAPSHOT = 50, F_PAUSE = 51, F_RESUME = 52,
-  F_RECLAIM = 53, F_CHECKPOINT = 58, F_RESTORE = 59,
+  F_RECLAIM = 53, F_LEAVE = 55, F_CHECKPOINT = 58, F_RESTORE = 59,
   // aether replies
-  F_STARTED = 64, F_END = 65, F_GAP = 66, F_ENDED = 67,
+  F_STARTED = 64, F_END = 65, F_GAP = 66, F_ENDED = 67, F_LEFT = 56,
 };
 
 enum tag {
@@ -52,6 +53,8 @@ enum tag {
   // memory
   T_AUTO_PAUSE_NS = 112, T_RECLAIM_NS = 113, T_REASON = 114, T_SWAP_USED = 115,
   T_OWN_PIDS = 160,
+  // a sandbox that is made again: how often it was, and a layer that outlives what is removed
+  T_TURN = 120, T_KEEP = 121,
   // files
   T_OP = 128, T_MODE = 129, T_MTIME_NS = 130, T_DEST = 131, T_RECURSIVE = 132, T_DEPTH = 133, T_SIZE = 134, T_TYPE = 135,
   T_UID = 136, T_GID = 137, T_TARGET = 138, T_PARENTS = 139, T_OVERWRITE = 140, T_OWNER = 141, T_GROUP = 142, T_EXCLUDE = 143,
@@ -73,7 +76,7 @@ enum { END_RUNNING = 0, END_EXITED = 1, END_SIGNALED = 2, END_TIMEOUT = 3, END_O
 // record.limits
 enum { LIMIT_MEMORY = 1, LIMIT_DISK = 2, LIMIT_PIDS = 4, LIMIT_OUTPUT = 8, LIMIT_FILES = 16 };
 // record.flags
-enum { R_PIPES_LEFT = 1, R_SESSION_LOST = 2, R_SHELL_REPLACED = 4, R_LOG_EVICTED = 8 };
+enum { R_PIPES_LEFT = 1, R_SESSION_LOST = 2, R_SHELL_REPLACED = 4, R_LOG_EVICTED = 8, R_ROLLED_BACK = 16, R_HIBERNATED = 32 };
 
 #define RECORD_MAGIC 0x31636564        // "dec1"
 struct record {                        // one finished (or, in LIST, running) command; packed, 176 bytes

@@ -137,7 +137,7 @@ class Node:
             left = [f"cgroup {path}" for path in _cgroup_dirs(f"dsec-{self.prefix}")]
             left += [f"mount {line}" for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(self.home) in line]
             left += [f"process {pid} {what}" for pid, what in _processes_naming(str(self.home))]
-            left += [f"loop device {line}" for line in _loop_devices(self.home)]
+            left += [f"loop device {line}" for line in loop_devices(self.home)]
             left += [f"swap {area.path}" for area in swap.active() if str(self.home) in area.path]
             if not left or time.monotonic() > deadline:
                 return left
@@ -229,7 +229,8 @@ def _processes_naming(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def _loop_devices(home: Path) -> list[str]:
+def loop_devices(home: Path) -> list[str]:
+    """Loop devices over files below a directory."""
     found = []
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         try:

@@ -59,6 +59,7 @@ from libdsec.api import PATIENCE
 from libdsec.args import DSecContainerRunArgs
 from libdsec.client import Infos, Made, PoolInfos, RawResponse
 from libdsec.command import Input
+from libdsec.copies import SnapshotInfo
 from libdsec.files import FileInfos
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
 from libdsec.nodes import NodeInfo
@@ -81,7 +82,6 @@ from libdsec.wire import (
     PushResult,
     SandboxInfo,
     SessionInfo,
-    SnapshotInfo,
     UnpackResult,
     Usage,
     VersionInfo,

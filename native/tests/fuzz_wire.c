@@ -19,6 +19,7 @@ static char fuzz_dir[] = "/tmp/aether-fuzz-XXXXXX";
 
 void sandbox_kill(struct sandbox *s) { (void)s; ended++; }
 void sandbox_remove(struct sandbox *s) { (void)s; }
+void sandbox_rest(struct sandbox *s) { (void)s; }
 void sandbox_usage(struct sandbox *s, struct usage *u) { (void)s; *u = (struct usage){0}; }
 uint64_t sandbox_oom_kills(struct sandbox *s) { (void)s; return 0; }
 uint64_t sandbox_pids_hits(struct sandbox *s) { (void)s; return 0; }
@@ -107,7 +108,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   for (size_t at = 1; at + 12 <= size;) {                // STOP ends the process, RECLAIM makes one: they are another request here
     uint32_t length;
     memcpy(&length, sent + at, 4);
-    if (sent[at + 4] == F_STOP || sent[at + 4] == F_RECLAIM) sent[at + 4] = F_STAT;
+    if (sent[at + 4] == F_STOP || sent[at + 4] == F_LEAVE || sent[at + 4] == F_RECLAIM) sent[at + 4] = F_STAT;
     if (length > size) break;
     at += 4 + (size_t)length;
   }

@@ -43,7 +43,7 @@ int main(int argc, char **argv) {
       n += sizeof(struct frame);
       for (uint32_t k = rnd(6); k; k--) n += plausible_field(input + n);
       struct frame h = {.length = (uint32_t)(n - start - 4), .type = (uint8_t)(rnd(8) ? F_SUBSCRIBE + rnd(F_RESTORE - F_SUBSCRIBE + 1) : rnd(256)), .request = rnd(5)};
-      if (h.type == F_STOP) h.type = F_STAT;
+      if (h.type == F_STOP || h.type == F_LEAVE) h.type = F_STAT;
       if (!rnd(50)) h.length = rnd(3) ? rnd(100) : UINT32_MAX - rnd(20);
       memcpy(input + start, &h, sizeof h);
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import struct
 import time
 from collections.abc import Iterable, Mapping, Set
@@ -52,6 +53,8 @@ class FakeAether:
         self.subscribers: list[tuple[asyncio.StreamWriter, int]] = []
         self.server: asyncio.Server | None = None
         self.ended = False
+        self.turn = 0
+        self.old = False  # knows nothing of LEAVE
         self.silent = False  # takes requests and answers none
 
     async def listen(self) -> None:
@@ -67,6 +70,14 @@ class FakeAether:
         assert self.server is not None
         self.server.close()
         self.drop_connections()
+
+    def leave(self) -> None:
+        """All but its files and records goes."""
+        assert self.server is not None
+        self.server.close()
+        for writer in list(self.writers):
+            writer.close()
+        shutil.rmtree(os.path.dirname(self.path))
 
     def end(self, cause: str) -> None:
         """The sandbox ends by itself."""
@@ -115,7 +126,7 @@ class FakeAether:
                     writer.close()
                     return
                 own = wire.u64(wire.T_VERSION_MAJOR, major) + wire.u64(wire.T_VERSION_MINOR, minor)
-                say(wire.F_HELLO, own + wire.text(wire.T_ID, self.id) + wire.u64(wire.T_INIT_PID, 77))
+                say(wire.F_HELLO, own + wire.text(wire.T_ID, self.id) + wire.u64(wire.T_INIT_PID, 77) + wire.u64(wire.T_TURN, self.turn))
             case wire.F_SUBSCRIBE:
                 self.subscribers.append((writer, number))
                 say(wire.F_OK)
@@ -135,6 +146,11 @@ class FakeAether:
                 for command, output in self.output.items():
                     say(wire.F_RECORD, wire.raw(wire.T_RECORD, pack_record(command, len(output))))
                 say(wire.F_OK)
+            case wire.F_LEAVE if self.old:
+                error("invalid_request")
+            case wire.F_LEAVE:
+                say(wire.F_LEFT, wire.u64(wire.T_DISK_USED, 4096))
+                self.leave()
             case wire.F_STOP:
                 for each, request in self.subscribers:
                     if each is not writer:
@@ -179,7 +195,7 @@ class FakeBackend:
     """Starts FakeAethers. Their life is this process's, so an edge can be closed and another one opened on the same state."""
 
     name = "container"
-    capabilities: Mapping[str, bool] = capabilities("exec", "stream", "cpu_class")
+    capabilities: Mapping[str, bool] = capabilities("exec", "stream", "snapshot", "rollback", "hibernate", "cpu_class")
 
     def __init__(self) -> None:
         self.aethers: dict[str, FakeAether] = {}
@@ -189,6 +205,9 @@ class FakeBackend:
         self.delay = 0.0
         self.error: Exception | None = None
         self.free = 1 << 40
+        self.starts: list[StartSpec] = []
+        self.put: list[tuple[str, str]] = []
+        self.dropped: list[str] = []
 
     mounted = 0
 
@@ -205,14 +224,24 @@ class FakeBackend:
         await asyncio.sleep(self.delay)
         if self.error is not None:
             raise self.error
+        self.starts.append(spec)
         os.makedirs(spec.run_dir)
-        os.makedirs(spec.state_dir)
+        os.makedirs(spec.state_dir, exist_ok=spec.turn > 0)
         aether = self.aethers[spec.id] = FakeAether(spec.id, f"{spec.run_dir}/aether.sock")
+        aether.turn = spec.turn
         await aether.listen()
         return Started(aether.path, os.getpid(), 77)
 
-    async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool) -> None:
-        self.reaped.append(sandbox_id)
+    async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool, keep: bool = False) -> None:
+        self.reaped.append(f"{sandbox_id}, kept" if keep else sandbox_id)
+        if keep:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+    async def put_snapshot(self, sandbox_id: str, run_dir: str, name: str, identity: tuple[str, int] | None) -> None:
+        self.put.append((sandbox_id, name))
+
+    async def drop_snapshot(self, name: str) -> None:
+        self.dropped.append(name)
 
     async def orphans(self, live: Set[str], known: Set[str]) -> list[str]:
         return sorted(set(self.strays) - known)
@@ -237,7 +266,7 @@ class FakeImages:
 
     async def resolve(self, image: str | None, layers: list[str] | None) -> ResolvedImage:
         await asyncio.sleep(self.delay)
-        if image != "base":
+        if image != "base" and not layers:
             raise LayerNotFound(f"no layer {image}", layer=image)
         return ResolvedImage("base", [Layer("sha256:" + self.digit * 64, Path("/base.erofs"))], {"FROM": "image"}, "app", "/srv")
 

@@ -221,8 +221,12 @@ class DSecClient:
         return await self._each("pause", labels)
 
     async def resume_all(self, labels: Mapping[str, str]) -> Made:
-        """Resume all paused sandboxes with these labels; as `pause_all`."""
+        """Resume all paused and wake all hibernated sandboxes with these labels; as `pause_all`."""
         return await self._each("resume", labels)
+
+    async def hibernate_all(self, labels: Mapping[str, str]) -> Made:
+        """Hibernate all running sandboxes with these labels; as `pause_all`."""
+        return await self._each("hibernate", labels)
 
     async def _each(self, what: str, labels: Mapping[str, str]) -> Made:
         if not labels:

@@ -32,6 +32,7 @@ Unauthenticated = _error("Unauthenticated", "unauthenticated", 401, "No or a wro
 Unsupported = _error("Unsupported", "unsupported", 400, "The backend cannot do this; details name the capability.")
 NotFound = _error("NotFound", "not_found", 404, "No such thing; details name it.")
 SnapshotNotFound = _error("SnapshotNotFound", "snapshot_not_found", 404, "There is no snapshot of this id.")
+SnapshotMismatch = _error("SnapshotMismatch", "snapshot_mismatch", 409, "The snapshot lies on other layers, or other uids own its files.")
 SandboxNotFound = _error("SandboxNotFound", "sandbox_not_found", 404, "No sandbox of this id was ever known here.")
 SandboxEnded = _error("SandboxEnded", "sandbox_ended", 410, "The sandbox has ended; details carry the cause.")
 SandboxDamaged = _error("SandboxDamaged", "sandbox_damaged", 409, "The agent broke what commands need (its shell, /bin, PID 1).")

@@ -11,6 +11,7 @@ import msgspec
 
 from libdsec import ignore, tars
 from libdsec.api import SEND_MSGPACK, encode, path, query
+from libdsec.copies import SnapshotInfo
 from libdsec.errors import BuildFailed, ConnectionFailed, StreamLost, from_body
 from libdsec.http import Response
 from libdsec.sources import Source, as_stream
@@ -28,7 +29,6 @@ from libdsec.wire import (
     Limits,
     Progress,
     PushResult,
-    SnapshotInfo,
     SquashRequest,
 )
 

@@ -52,7 +52,7 @@ class ExecResult(wire.ExecResult):
             Ending.SIGNALED: f"was ended by signal {self.signal}",
             Ending.TIMEOUT: "ran into its timeout",
             Ending.OOM: f"was killed at the memory limit of {self.memory_limit} bytes",
-            Ending.KILLED: "was killed",
+            Ending.KILLED: f"was killed by a {self.ended_by}" if self.ended_by else "was killed",
             Ending.SANDBOX_LOST: "was lost with its sandbox",
         }.get(self.ending, self.ending.value)
         tail = self.stderr[-2000:].decode("utf-8", "replace")

@@ -14,6 +14,7 @@ import msgspec
 from libdsec.api import path
 from libdsec.args import cpu_class_of
 from libdsec.command import Command, make_spec, run, start
+from libdsec.copies import RollbackRequest, SnapshotInfo, SnapshotRequest
 from libdsec.errors import InvalidRequest, SandboxEnded, SessionBusy, SessionExists, SessionNotFound, from_body
 from libdsec.files import Files
 from libdsec.result import ExecResult
@@ -30,8 +31,6 @@ from libdsec.wire import (
     SandboxInfo,
     SessionInfo,
     SessionSpec,
-    SnapshotInfo,
-    SnapshotRequest,
     Usage,
 )
 
@@ -312,8 +311,20 @@ class Sandbox:
         return self.info
 
     async def resume(self) -> SandboxInfo:
-        """Let it run on. No error when it runs."""
+        """Let it run on; a hibernated one wakes. No error when it runs."""
         self.info = await self._api.call("POST", f"{self._path}/resume", SandboxInfo, safe=True)
+        return self.info
+
+    async def hibernate(self) -> SandboxInfo:
+        """End its processes and keep nothing of it in memory. Its files, records and logs stay; whatever needs it to run wakes it first."""
+        self.info = await self._api.call("POST", f"{self._path}/hibernate", SandboxInfo, safe=True, timeout=120.0)
+        return self.info
+
+    async def rollback(self, snapshot: str | SnapshotInfo) -> SandboxInfo:
+        """Give it the files of a snapshot: of its own, or of one that it was forked with. All its processes end; a command that ran is
+        `killed`, and its result's `ended_by` is "rollback"."""
+        body = RollbackRequest(snapshot=snapshot if isinstance(snapshot, str) else snapshot.id)
+        self.info = await self._api.call("POST", f"{self._path}/rollback", SandboxInfo, body=body, timeout=120.0)
         return self.info
 
     async def snapshot(self, name: str | None = None, *, labels: Mapping[str, str] | None = None) -> SnapshotInfo:

@@ -27,6 +27,7 @@ from libdsec.api import PATIENCE
 from libdsec.args import DSecContainerRunArgs
 from libdsec.client import Infos, Made, PoolInfos, RawResponse
 from libdsec.command import Input
+from libdsec.copies import SnapshotInfo
 from libdsec.files import FileInfos
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
 from libdsec.nodes import NodeInfo
@@ -49,7 +50,6 @@ from libdsec.wire import (
     PushResult,
     SandboxInfo,
     SessionInfo,
-    SnapshotInfo,
     UnpackResult,
     Usage,
     VersionInfo,
@@ -446,8 +446,17 @@ class SyncSandbox(_Wrapper):
         return self._portal.run(self._inner.pause())
 
     def resume(self) -> SandboxInfo:
-        """Let it run on. No error when it runs."""
+        """Let it run on; a hibernated one wakes. No error when it runs."""
         return self._portal.run(self._inner.resume())
+
+    def hibernate(self) -> SandboxInfo:
+        """End its processes and keep nothing of it in memory. Its files, records and logs stay; whatever needs it to run wakes it first."""
+        return self._portal.run(self._inner.hibernate())
+
+    def rollback(self, snapshot: str | SnapshotInfo) -> SandboxInfo:
+        """Give it the files of a snapshot: of its own, or of one that it was forked with. All its processes end; a command that ran is
+        `killed`, and its result's `ended_by` is "rollback"."""
+        return self._portal.run(self._inner.rollback(snapshot))
 
     def snapshot(self, name: str | None = None, *, labels: Mapping[str, str] | None = None) -> SnapshotInfo:
         """Copy its files as they are at one instant; `client.restore(info.id)` makes a sandbox that begins with them. It runs on."""
@@ -767,8 +776,13 @@ class SyncDSecClient(_Wrapper):
         return made
 
     def resume_all(self, labels: Mapping[str, str]) -> Made:
-        """Resume all paused sandboxes with these labels; as `pause_all`."""
+        """Resume all paused and wake all hibernated sandboxes with these labels; as `pause_all`."""
         made: Made = _wrap(self._portal, self._portal.run(self._inner.resume_all(labels)))
+        return made
+
+    def hibernate_all(self, labels: Mapping[str, str]) -> Made:
+        """Hibernate all running sandboxes with these labels; as `pause_all`."""
+        made: Made = _wrap(self._portal, self._portal.run(self._inner.hibernate_all(labels)))
         return made
 
     def set_pool(self, args: DSecContainerRunArgs, size: int) -> PoolInfo:

@@ -61,6 +61,7 @@ class State(enum.StrEnum):
 
     CREATING = "creating"
     RUNNING = "running"
+    HIBERNATED = "hibernated"  # out of memory; whatever needs it to run wakes it first
     ENDED = "ended"
 
 
@@ -120,13 +121,6 @@ class BatchRequest(Model):
     idempotency_key: str | None = None
 
 
-class SnapshotRequest(Model):
-    """Copy the writable layer of a running sandbox as it is at one instant."""
-
-    name: str | None = None
-    labels: dict[str, str] = msgspec.field(default_factory=dict)
-
-
 class PoolRequest(Model):
     """Keep `size` sandboxes of this kind ready; 0: no more. What is said at the hand-out is not part of `spec`: labels, env, name,
     hostname, max_lifetime, idle_timeout, auto_pause."""
@@ -168,21 +162,6 @@ class ForkRequest(Model):
     memory: bool = False
 
 
-class SnapshotInfo(Reply):
-    """A snapshot. `sandbox`: of which it was made."""
-
-    id: str
-    name: str | None
-    sandbox: str
-    created_at: float
-    labels: dict[str, str]
-    layers: list[str]
-    image: str | None
-    user: str
-    workdir: str
-    limits: Limits
-
-
 class SandboxInfo(Reply):
     """A sandbox as listings show it. Times are Unix seconds."""
 
@@ -210,6 +189,7 @@ class SandboxInfo(Reply):
     cpu_class: CpuClass = CpuClass.LATENCY
     pause_reason: str | None = None  # asked, idle (auto_pause), pressure (the node is short of memory)
     auto_pause: float | None = None
+    memory_kept: bool | None = None  # of a hibernated one: whether its processes go on when it wakes
 
 
 class BatchItem(Reply):
@@ -284,6 +264,7 @@ class ExecResult(Reply):
     memory_peak: int = 0
     memory_limit: int = 0
     supervisor_trusted: bool = True
+    ended_by: str | None = None  # "rollback", "hibernate": it was killed with all else in the sandbox, which goes on
 
 
 class CommandInfo(Reply):
@@ -299,6 +280,7 @@ class CommandInfo(Reply):
     stdout: StreamInfo
     stderr: StreamInfo
     pid: int = 0
+    ended_by: str | None = None  # as in ExecResult
     title: str | None = None  # how it was asked for, cut short; None when this node's process did not start it
 
 

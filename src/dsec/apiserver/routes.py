@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dsec.apiserver import commands, files, layers, pages, sandboxes
 from dsec.apiserver.route import Param, Route
+from libdsec.copies import RollbackRequest, SnapshotInfo, SnapshotRequest
 from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     STREAM_TYPE,
@@ -36,8 +37,6 @@ from libdsec.wire import (
     SessionInfo,
     SessionSpec,
     SignalRequest,
-    SnapshotInfo,
-    SnapshotRequest,
     SquashRequest,
     UnpackResult,
     Usage,
@@ -62,7 +61,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/sandboxes:batch", sandboxes.create_batch, "Create equal sandboxes; each item is a sandbox or an error",
           body=BatchRequest, reply=list[BatchItem]),
     Route("GET", "/v1/sandboxes", sandboxes.list_all, "List sandboxes; live ones unless `state` says otherwise", reply=list[SandboxInfo],
-          params=(_LABEL, Param("state", "creating, running, ended or all"), Param("name", "the one of this name"))),
+          params=(_LABEL, Param("state", "creating, running, hibernated, ended or all"), Param("name", "the one of this name"))),
     Route("DELETE", "/v1/sandboxes", sandboxes.stop_many, "Stop the sandboxes with these labels", reply=list[SandboxInfo],
           params=(_LABEL, Param("everything", "1: without labels, all of them", kind="boolean"))),
     Route("GET", _S, sandboxes.get, "One sandbox, live or ended", reply=SandboxInfo),
@@ -120,11 +119,17 @@ ROUTES: tuple[Route, ...] = (
           body=TAR, reply=UnpackResult,
           params=(_PATH, _USER)),
     Route("POST", _S + "/pause", sandboxes.pause, "Let nothing inside run; whatever needs it to run resumes it first", reply=SandboxInfo),
-    Route("POST", _S + "/resume", sandboxes.resume, "Let it run on", reply=SandboxInfo),
+    Route("POST", _S + "/resume", sandboxes.resume, "Let it run on; a hibernated one wakes", reply=SandboxInfo),
+    Route("POST", _S + "/hibernate", sandboxes.hibernate, "End its processes and keep nothing of it in memory; whatever needs it to "
+          "run wakes it first", reply=SandboxInfo),
     Route("POST", "/v1/sandboxes:pause", sandboxes.pause_many, "Pause all that have these labels", reply=list[BatchItem],
           params=(_LABEL,)),
-    Route("POST", "/v1/sandboxes:resume", sandboxes.resume_many, "Resume all that have these labels", reply=list[BatchItem],
+    Route("POST", "/v1/sandboxes:resume", sandboxes.resume_many, "Resume all that have these labels, or wake them", reply=list[BatchItem],
           params=(_LABEL,)),
+    Route("POST", "/v1/sandboxes:hibernate", sandboxes.hibernate_many, "Hibernate all that have these labels", reply=list[BatchItem],
+          params=(_LABEL,)),
+    Route("POST", _S + "/rollback", sandboxes.rollback, "Give it the files of a snapshot; all its processes end", body=RollbackRequest,
+          reply=SandboxInfo),
     Route("POST", _S + "/snapshots", sandboxes.snapshot, "Copy its files as they are at one instant", body=SnapshotRequest,
           reply=SnapshotInfo),
     Route("POST", _S + "/fork", sandboxes.fork, "Make copies of it, if asked with memory", body=ForkRequest, reply=list[BatchItem]),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from dsec.apiserver.app import Parts
 from dsec.apiserver.request import Request
+from libdsec.copies import RollbackRequest, SnapshotRequest
 from libdsec.errors import InvalidRequest
 from libdsec.wire import (
     API_VERSION,
@@ -15,11 +16,10 @@ from libdsec.wire import (
     PackRequest,
     PoolRequest,
     SandboxSpec,
-    SnapshotRequest,
     VersionInfo,
 )
 
-_STATES = ("creating", "running", "ended", "all")
+_STATES = ("creating", "running", "hibernated", "ended", "all")
 
 
 async def create(parts: Parts, request: Request) -> None:
@@ -68,6 +68,19 @@ async def pause(parts: Parts, request: Request) -> None:
 
 async def resume(parts: Parts, request: Request) -> None:
     await request.reply(await parts.edge.resume(request.path["id"]))
+
+
+async def hibernate(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.hibernate(request.path["id"]))
+
+
+async def hibernate_many(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.hibernate_many(_some_labels(request)))
+
+
+async def rollback(parts: Parts, request: Request) -> None:
+    wanted: RollbackRequest = request.body
+    await request.reply(await parts.edge.rollback(request.path["id"], wanted))
 
 
 async def pause_many(parts: Parts, request: Request) -> None:

@@ -159,7 +159,7 @@ def inspect(sandbox: Annotated[str, common.SANDBOX]) -> None:
     async def work(client: DSecClient) -> dict[str, object]:
         box = await common.find(client, sandbox)
         shown: dict[str, object] = {"sandbox": await box.refresh()}
-        if box.info.state.value == "running":
+        if box.info.state.value in ("running", "hibernated"):
             shown |= {"commands": await box.commands(), "usage": await box.usage()}
         return shown
 
@@ -223,8 +223,16 @@ def resume(
     sandboxes: Annotated[list[str] | None, common.SANDBOXES] = None,
     label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE", help="All with these labels.")] = [],  # noqa: B006
 ) -> None:
-    """Let paused sandboxes run on."""
+    """Let paused and hibernated sandboxes run on."""
     _each("resume", sandboxes, label)
+
+
+def hibernate(
+    sandboxes: Annotated[list[str] | None, common.SANDBOXES] = None,
+    label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE", help="All with these labels.")] = [],  # noqa: B006
+) -> None:
+    """End the processes of sandboxes and keep only their files, until something is wanted of them."""
+    _each("hibernate", sandboxes, label)
 
 
 def _each(what: str, sandboxes: list[str] | None, label: list[str]) -> None:
@@ -235,10 +243,10 @@ def _each(what: str, sandboxes: list[str] | None, label: list[str]) -> None:
         bad = 0
         for reference in sandboxes or []:
             box = await common.find(client, reference)
-            print((await (box.pause() if what == "pause" else box.resume())).id)
+            print((await getattr(box, what)()).id)
         if label:
             labels = common.pairs(label, "--label")
-            for item in await (client.pause_all(labels) if what == "pause" else client.resume_all(labels)):
+            for item in await getattr(client, f"{what}_all")(labels):
                 if isinstance(item, Exception):
                     common.say(str(item))
                     bad = 1

@@ -9,7 +9,8 @@ from dsec.cli import common
 
 if TYPE_CHECKING:
     from libdsec import DSecClient, Sandbox
-    from libdsec.wire import SnapshotInfo
+    from libdsec.copies import SnapshotInfo
+    from libdsec.wire import SandboxInfo
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Copies of the files of sandboxes.")
 
@@ -67,6 +68,19 @@ def restore(
 
     async def work(client: DSecClient) -> Sandbox:
         return await client.restore(snapshot, name=name, ttl_running_stop=idle)
+
+    print(common.call(work).id)
+
+
+@app.command("rollback")
+def rollback(
+    sandbox: Annotated[str, common.SANDBOX],
+    snapshot: Annotated[str, typer.Argument(help="Id of a snapshot of it, or of one that it was forked with.")],
+) -> None:
+    """Give a sandbox the files of a snapshot. All its processes end; it stays the same sandbox."""
+
+    async def work(client: DSecClient) -> SandboxInfo:
+        return await (await common.find(client, sandbox)).rollback(snapshot)
 
     print(common.call(work).id)
 

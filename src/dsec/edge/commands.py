@@ -202,7 +202,13 @@ def result(sandbox: str, record: Record, out: bytes = b"", err: bytes = b"") -> 
         cpu_seconds=record.cpu_ns / 1e9,
         memory_peak=record.memory_peak,
         memory_limit=record.memory_limit,
+        ended_by=ended_by(record),
     )
+
+
+def ended_by(record: Record) -> str | None:
+    """What killed it together with all else in its sandbox, when the sandbox went on."""
+    return "rollback" if record.flags & wire.R_ROLLED_BACK else "hibernate" if record.flags & wire.R_HIBERNATED else None
 
 
 def title(spec: ExecSpec) -> str:
@@ -224,5 +230,6 @@ def info(sandbox: str, record: Record, titles: Mapping[str, str]) -> CommandInfo
         stdout=StreamInfo(total=record.out_total, dropped=record.out_dropped),
         stderr=StreamInfo(total=record.err_total, dropped=record.err_dropped),
         pid=record.pid,
+        ended_by=ended_by(record),
         title=titles.get(record.command),
     )

@@ -28,6 +28,8 @@ from libdsec.wire import Cause, Health, State
 log = logging.getLogger("dsec.edge")
 
 _GONE = ConnectionLost("the sandbox has ended")  # for connections that nobody waits on
+# requests that only look: they do not wake a sandbox that was hibernated while they were under way
+_LOOKS = {wire.F_STAT, wire.F_LIST, wire.F_ATTACH, wire.F_LOG_READ, wire.F_WAIT, wire.F_SESSION_LIST, wire.F_LEASE, wire.F_PAUSE}
 _RECONNECT = 1.0  # seconds in which a supervisor whose connection broke must answer again
 
 
@@ -87,14 +89,17 @@ class Core:
         return sandbox
 
     async def reach(self, sandbox: Sandbox) -> Control:
-        """The open control connection, waiting for a creation or a recovery that is under way. SandboxEnded, SandboxLost, WireVersion."""
+        """The open control connection, waiting for a creation or a recovery that is under way, and waking it. SandboxEnded, SandboxLost,
+        WireVersion."""
         control = sandbox.control
         if control is not None and not control.closed:
             return control
         if sandbox.state is State.CREATING:
             await asyncio.shield(sandbox.ready)
-        if sandbox.recovering is not None:
-            await asyncio.shield(sandbox.recovering)
+        if sandbox.waking is None:
+            await self.settled(sandbox)
+        if sandbox.waking is not None or sandbox.state is State.HIBERNATED:
+            await self.wake(sandbox)
         if sandbox.state is State.ENDED:
             raise sandbox.gone()
         if sandbox.refused is not None:
@@ -105,53 +110,72 @@ class Core:
             raise lost(sandbox.id, "there is no connection to its supervisor")
         return sandbox.control
 
+    async def settled(self, sandbox: Sandbox) -> None:
+        """Wait until it is settled what becomes of it, when that is open at this moment."""
+        while sandbox.recovering is not None:
+            await asyncio.shield(sandbox.recovering)
+
+    async def wake(self, sandbox: Sandbox) -> None:
+        """Let a hibernated sandbox run."""
+        raise NotImplementedError
+
     async def call(self, sandbox: Sandbox, kind: int, payload: bytes = b"", again: bool = True) -> Frame:
         """One request and its reply. A request whose connection broke is sent once more (`again`) when the supervisor answers again:
         only for requests that have the same effect when they come twice."""
         control = sandbox.control
         if control is None or control.closed:
             control = await self.reach(sandbox)
+        turn = sandbox.turn
         try:
             return await control.call(kind, payload)
         except ConnectionLost as error:
             # until here the request may have been served or not
-            control = await self._after_loss(sandbox, error)
+            control = await self._after_loss(sandbox, error, kind, turn, again)
         if not again:
             raise lost(sandbox.id, "its connection broke during the request; the effect is unknown")
         try:
             return await control.call(kind, payload)
         except ConnectionLost as error:
-            await self._after_loss(sandbox, error)
+            await self._after_loss(sandbox, error, kind, turn, False)
             raise lost(sandbox.id, str(error)) from error
 
     async def collect(self, sandbox: Sandbox, kind: int, payload: bytes = b"") -> list[Frame]:
         """A request whose reply is a list."""
-        try:
-            return await (await self.reach(sandbox)).collect(kind, payload)
-        except ConnectionLost as error:
-            control = await self._after_loss(sandbox, error)
+        control = await self.reach(sandbox)
+        turn = sandbox.turn
         try:
             return await control.collect(kind, payload)
         except ConnectionLost as error:
-            await self._after_loss(sandbox, error)
+            control = await self._after_loss(sandbox, error, kind, turn, True)
+        try:
+            return await control.collect(kind, payload)
+        except ConnectionLost as error:
+            await self._after_loss(sandbox, error, kind, turn, False)
             raise lost(sandbox.id, str(error)) from error
 
-    async def _after_loss(self, sandbox: Sandbox, error: ConnectionLost) -> Control:
+    async def _after_loss(self, sandbox: Sandbox, error: ConnectionLost, kind: int, turn: int, again: bool) -> Control:
         """A request was under way when the connection broke: the new connection, or the error that says what became of the sandbox."""
-        if sandbox.recovering is not None:
-            await asyncio.shield(sandbox.recovering)
+        await self.settled(sandbox)
         if sandbox.state is State.ENDED:
             raise sandbox.lost() from error
+        if sandbox.moved(turn):
+            if sandbox.crashed == turn and kind == wire.F_EXEC:
+                # no record says whether it ran, and it must not run twice
+                raise lost(sandbox.id, "its supervisor died when its processes were to end; the effect is unknown") from error
+            if not again or (kind in _LOOKS and sandbox.state is State.HIBERNATED):
+                raise sandbox.interrupted() from error
         return await self.reach(sandbox)
 
-    async def fate(self, sandbox: Sandbox, why: str) -> DSecError:
-        """The error for an operation whose own connection broke or was told that the sandbox ends."""
+    async def fate(self, sandbox: Sandbox, why: str, turn: int) -> DSecError:
+        """The error for an operation whose own connection to the supervisor of that turn broke or was told that the sandbox ends."""
         with contextlib.suppress(TimeoutError):
             if sandbox.recovering is not None:
                 await asyncio.wait_for(asyncio.shield(sandbox.recovering), _RECONNECT + self.config.stop_timeout)
-            if sandbox.state is not State.ENDED:
+            if sandbox.state is not State.ENDED and not sandbox.moved(turn):
                 # the control connection notices within the same instant when the supervisor is gone
                 await asyncio.wait_for(asyncio.shield(sandbox.ended), _RECONNECT)
+        if sandbox.moved(turn):
+            return sandbox.interrupted()
         return sandbox.lost() if sandbox.state is State.ENDED else lost(sandbox.id, why)
 
     # connection -------------------------------------------------------------------------------------------------------------------
@@ -165,7 +189,7 @@ class Core:
 
         def on_lost(error: Exception) -> None:
             if sandbox.control is control:
-                self._lost(sandbox, error)
+                self.connection_lost(sandbox, error)
 
         control = await Control.open(sandbox.socket, on_event, on_lost)
         return control
@@ -183,7 +207,7 @@ class Core:
         if fields.text(wire.T_HEALTH) == Health.DAMAGED.value:
             sandbox.damaged("its shell was replaced")
         if control.hello is not None:
-            sandbox.init_pid = control.hello.u64(wire.T_INIT_PID)
+            sandbox.init_pid, sandbox.turn = control.hello.u64(wire.T_INIT_PID), control.hello.u64(wire.T_TURN)
             sandbox.paused = control.hello.text(wire.T_STATE) == "paused"
             sandbox.pause_reason = control.hello.text(wire.T_REASON) or None
         sandbox.control = control
@@ -211,7 +235,8 @@ class Core:
         if fields.text(wire.T_HEALTH) == Health.DAMAGED.value:
             sandbox.damaged(fields.text(wire.T_MESSAGE) if name == "damaged" else "its shell was replaced")
 
-    def _lost(self, sandbox: Sandbox, error: Exception) -> None:
+    def connection_lost(self, sandbox: Sandbox, error: Exception) -> None:
+        """Find out what became of it."""
         sandbox.control = None
         if sandbox.state is State.ENDED or sandbox.recovering is not None:
             return
@@ -278,7 +303,7 @@ class Core:
             sandbox.pool.lost(sandbox, detail or cause.value)
             self.vanish(sandbox, Spoiled(f"sandbox {sandbox.id}: {detail or cause.value}", sandbox=sandbox.id), cause)
             return
-        sandbox.state = State.ENDED
+        sandbox.state, sandbox.move = State.ENDED, None
         sandbox.cause, sandbox.detail, sandbox.ended_at, sandbox.noticed = cause, detail, at, time.time()
         control, sandbox.control = sandbox.control, None
         if control is not None:

@@ -20,19 +20,18 @@ from dsec.edge import wire
 from dsec.edge.admission import merge_limits, raise_file_limit, resolve_limits
 from dsec.edge.backends.base import Backend, ImageResolver, ResolvedImage, StartSpec, require
 from dsec.edge.backends.container import Container
-from dsec.edge.config import MIB, EdgeConfig
+from dsec.edge.config import EdgeConfig
 from dsec.edge.cpu import CpuUse
 from dsec.edge.filesystem import Files
-from dsec.edge.lifecycle import PREFIX_LENGTH, SLOT_SIZE, Sandbox, Spoiled, Table, random_text
+from dsec.edge.lifecycle import PREFIX_LENGTH, Sandbox, Spoiled, Table, random_text
 from dsec.edge.packing import Packing
-from dsec.edge.pausing import Pausing
 from dsec.edge.pool import is_as
 from dsec.edge.pressure import Pressure
 from dsec.edge.recovery import Recovery
-from dsec.edge.snapshots import Snapshots
 from dsec.edge.specs import check_key, check_labels, check_lifetime, check_spec
 from dsec.edge.supervisor import ConnectionLost
 from dsec.edge.swap import Swap
+from dsec.edge.turns import describe, nanoseconds
 from libdsec.errors import (
     AtCapacity,
     DSecError,
@@ -66,7 +65,7 @@ _CUT_SHORT = ErrorBody(code="sandbox_lost", message="the node died before it had
 _LATER = ("fncall", "microvm", "vm")  # backends by name that this node does not have
 
 
-class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
+class Edge(Recovery, Packing, Pressure, Files):
     """One edge. `start` before anything else, `close` at the end."""
 
     def __init__(self, config: EdgeConfig, images: ImageResolver) -> None:
@@ -94,6 +93,7 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         self.counters.watch(
             creating=lambda: float(sum(s.state is State.CREATING for s in self.table.live())),
             running=lambda: float(sum(s.state is State.RUNNING for s in self.table.live())),
+            hibernated=lambda: float(sum(s.state is State.HIBERNATED for s in self.table.live())),
             tombstones=lambda: float(self.table.tombstones),
             damaged=lambda: float(sum(bool(s.damage) for s in self.table.live())),
         )
@@ -387,46 +387,18 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
             sandbox.ready.set_result(None)
 
     def _describe(self, sandbox: Sandbox, image: ResolvedImage) -> StartSpec:
-        spec, limits, config = sandbox.spec, sandbox.limits, self.config
+        spec = sandbox.spec
         sandbox.image = image.name if spec.image is None else spec.image
-        sandbox.layers = [layer.digest for layer in image.layers]
+        sandbox.layers, sandbox.env = [layer.digest for layer in image.layers], dict(image.env)
         sandbox.user, sandbox.workdir = spec.user or image.user, spec.workdir or image.workdir
-        output = limits.output_bytes or config.output_bytes
-        return StartSpec(
-            id=sandbox.id,
-            hostname=spec.hostname or spec.name or sandbox.id,
-            layers=image.layers,
-            volume=spec.snapshot,
-            env={**image.env, **spec.env} if image.env else spec.env,
-            user=sandbox.user,
-            workdir=sandbox.workdir,
-            uid_base=config.uid_base + sandbox.slot * SLOT_SIZE,
-            memory_bytes=(limits.memory_mb or 0) * MIB,
-            disk_bytes=(limits.disk_mb or 0) * MIB,
-            memory_disk=spec.disk == "memory",
-            pids=limits.pids or 0,
-            cpu_milli=max(10, round((limits.cpu_cores or 0) * 1000)),
-            cpu_class=sandbox.cpu_class,
-            open_files=limits.open_files or 0,
-            shm_bytes=max(config.shm_bytes, (limits.memory_mb or 0) * MIB // 2),
-            log_head=output,
-            log_tail=output,
-            log_budget=max(config.log_budget, 4 * output),
-            deadline_ns=0 if sandbox.deadline is None else int(sandbox.deadline * 1e9),
-            idle_ns=_nanoseconds(sandbox.idle_timeout),
-            auto_pause_ns=_nanoseconds(sandbox.auto_pause),
-            reclaim_ns=_nanoseconds(config.reclaim_after),
-            run_dir=sandbox.run_dir,
-            state_dir=sandbox.state_dir,
-            own_pids=spec.snapshot in self.memories,
-        )
+        return describe(self.config, sandbox, image.layers, own_pids=spec.snapshot in self.memories)
 
     def _log_create(self, sandbox: Sandbox, pool: str | None = None, handed: bool = False) -> None:
         sandbox.create = lines.Create(
             v=lines.VERSION, id=sandbox.id, spec=sandbox.spec, limits=sandbox.limits, image=sandbox.image, layers=sandbox.layers,
             user=sandbox.user, workdir=sandbox.workdir, backend=sandbox.backend, slot=sandbox.slot, at=sandbox.created_at,
             deadline=sandbox.deadline, idle=sandbox.idle_timeout, auto_pause=sandbox.auto_pause, key=sandbox.key, warnings=sandbox.warnings,
-            cpu_class=sandbox.cpu_class, pool=pool, handed=handed,
+            cpu_class=sandbox.cpu_class, env=sandbox.env or None, pool=pool, handed=handed,
         )  # fmt: skip
         self.journal.write(sandbox.create)
         sandbox.journaled = True
@@ -507,6 +479,9 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
             await asyncio.shield(sandbox.recovering)
         if sandbox.state is State.ENDED or not self.table.known(sandbox.id):
             return
+        if sandbox.state is State.HIBERNATED:
+            await self.end_hibernated(sandbox, cause, "asked to stop")
+            return
         control = sandbox.control
         if control is not None and not control.closed:
             # its end comes as an event, or by way of a broken connection; the sweep looks after one that hangs
@@ -531,19 +506,22 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
             if request.idle_timeout is not None:
                 check_lifetime("idle_timeout", request.idle_timeout)
             idle = request.idle_timeout
-            payload += wire.u64(wire.T_IDLE_NS, _nanoseconds(idle))
+            payload += wire.u64(wire.T_IDLE_NS, nanoseconds(idle))
         if request.auto_pause is not UNSET:
             if request.auto_pause is not None:
                 check_lifetime("auto_pause", request.auto_pause)
                 require(self.backends[sandbox.backend], "pause_memory", f"a pause of sandbox {sandbox.id}")
             auto_pause = request.auto_pause
-            payload += wire.u64(wire.T_AUTO_PAUSE_NS, _nanoseconds(auto_pause))
+            payload += wire.u64(wire.T_AUTO_PAUSE_NS, nanoseconds(auto_pause))
         if payload:
-            await self.reach(sandbox)
+            await self.settled(sandbox)
+            if sandbox.state is not State.HIBERNATED:
+                await self.reach(sandbox)
             change = sandbox.change()
             change.deadline, change.idle, change.auto_pause = deadline, idle, auto_pause
             self.journal.write(change)
-            await self.call(sandbox, wire.F_LEASE, payload)
+            if sandbox.state is not State.HIBERNATED:
+                await self.call(sandbox, wire.F_LEASE, payload)
             sandbox.deadline, sandbox.idle_timeout, sandbox.auto_pause = deadline, idle, auto_pause
             self.due(deadline)
         return sandbox.info()
@@ -557,10 +535,6 @@ class Edge(Recovery, Snapshots, Packing, Pausing, Pressure, Files):
         self.journal.write(change)
         sandbox.labels = labels
         return sandbox.info()
-
-
-def _nanoseconds(seconds: float | None) -> int:
-    return 0 if seconds is None else max(1, int(seconds * 1e9))
 
 
 def _cancelled(sandbox: Sandbox) -> DSecError:

@@ -10,7 +10,7 @@ from dsec.edge import wire
 from dsec.edge.files import Content, Download, FileClient, Transfer
 from dsec.edge.lifecycle import Sandbox
 from dsec.edge.operations import Operations
-from dsec.edge.supervisor import ConnectionLost
+from dsec.edge.supervisor import ConnectionLost, NotConnected
 from dsec.edge.wire import WireError
 from libdsec.errors import DSecError, NoMemory
 from libdsec.wire import FileInfo, MkdirRequest, MoveRequest, State
@@ -23,10 +23,11 @@ _NOTICE = 0.2  # seconds in which the end of a sandbox follows the end of its he
 class FileStream:
     """Bytes from a sandbox. Iterate to the end or `aclose()`. An error in the middle raises; only a whole stream ends quietly."""
 
-    __slots__ = ("_download", "_files", "_sandbox")
+    __slots__ = ("_download", "_files", "_sandbox", "_turn")
 
     def __init__(self, files: Files, sandbox: Sandbox, download: Download) -> None:
         self._files, self._sandbox, self._download = files, sandbox, download
+        self._turn = sandbox.turn
 
     @property
     def content(self) -> Content | None:
@@ -50,7 +51,7 @@ class FileStream:
             async for part in self._download:
                 yield part
         except (ConnectionLost, WireError) as error:
-            raise await self._files.file_fate(self._sandbox, error) from error
+            raise await self._files.file_fate(self._sandbox, error, self._turn) from error
         finally:
             await self._download.aclose()
 
@@ -119,23 +120,30 @@ class Files(Operations):
     # how --------------------------------------------------------------------------------------------------------------------------
 
     async def _files(self, sandbox_id: str, user: str | None, work: Callable[[FileClient], Awaitable[T]]) -> T:
-        sandbox = self.live(sandbox_id)
-        await self.reach(sandbox)
-        try:
-            return await work(FileClient(sandbox.socket, user))
-        except (ConnectionLost, WireError) as error:
-            raise await self.file_fate(sandbox, error) from error
+        return await self._work(self.live(sandbox_id), user, work)
 
     async def _download(self, sandbox_id: str, user: str | None, work: Callable[[FileClient], Awaitable[Download]]) -> FileStream:
         sandbox = self.live(sandbox_id)
-        await self.reach(sandbox)
-        try:
-            return FileStream(self, sandbox, await work(FileClient(sandbox.socket, user)))
-        except (ConnectionLost, WireError) as error:
-            raise await self.file_fate(sandbox, error) from error
+        download = await self._work(sandbox, user, work)
+        return FileStream(self, sandbox, download)
 
-    async def file_fate(self, sandbox: Sandbox, error: Exception) -> DSecError:
-        """The connection of a file operation broke: the sandbox ended, or only the helper died, at the memory limit or at its time."""
+    async def _work(self, sandbox: Sandbox, user: str | None, work: Callable[[FileClient], Awaitable[T]]) -> T:
+        while True:
+            await self.reach(sandbox)
+            turn = sandbox.turn
+            try:
+                return await work(FileClient(sandbox.socket, user))
+            except (ConnectionLost, WireError) as error:
+                await self.settled(sandbox)
+                if not isinstance(error, NotConnected) or not sandbox.moved(turn):  # else it was not begun, and is for the next supervisor
+                    raise await self.file_fate(sandbox, error, turn) from error
+
+    async def file_fate(self, sandbox: Sandbox, error: Exception, turn: int) -> DSecError:
+        """The connection of a file operation broke: the sandbox ended, its supervisor left, or only the helper died, at the memory limit
+        or at its time."""
+        await self.settled(sandbox)
+        if sandbox.moved(turn):
+            return sandbox.interrupted()
         before = sandbox.oom_events
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(sandbox.ended), _NOTICE)

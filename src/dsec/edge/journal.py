@@ -1,7 +1,10 @@
 """The edge's journal: one JSON object a line, written before acting and not fsynced (it survives the death of everything of ours).
 
 It holds what a restarted edge cannot learn from a running supervisor: the spec, the uid slot, names, keys. Kinds of lines:
-`create` (before anything is made), `ready`, `change` (labels, lease), `ended`, `gone` (the tombstone was removed).
+`create` (before anything is made), `ready`, `change` (labels, lease), `ended`, `gone` (the tombstone was removed), and of version 2
+`rollback` and `hibernate` (its supervisor leaves, another one follows, whose `ready` ends the matter).
+
+A line carries the first version whose edges understand it, so an older edge reads a journal as long as nothing in it would be lost on it.
 """
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from libdsec.errors import ResourceExhausted
 from libdsec.wire import Cause, CpuClass, Limits, SandboxSpec
 
 VERSION = 1
+MOVED = 2  # the version of lines about a sandbox without a supervisor
 COMPACT_BYTES = 32 << 20  # a running edge compacts when the file passed this and is mostly history
 
 
@@ -49,6 +53,7 @@ class Create(Line, tag="create"):
     cpu_class: CpuClass = CpuClass.LATENCY
     pool: str | None = None  # it waits in a pool: what its node was like. It has no `ready` line
     handed: bool = False  # it came from a pool: until it is ready, its supervisor may not know its host name, environment and lifetimes
+    env: dict[str, str] | None = None  # of its image
 
 
 class Ready(Line, tag="ready"):
@@ -56,6 +61,7 @@ class Ready(Line, tag="ready"):
 
     pid: int
     init: int
+    turn: int = 0  # how often it was made again
 
 
 class Change(Line, tag="change"):
@@ -65,6 +71,22 @@ class Change(Line, tag="change"):
     deadline: float | None = None
     idle: float | None = None
     auto_pause: float | None = None
+
+
+class Rollback(Line, tag="rollback"):
+    """Its processes are about to end; the next supervisor begins with the files of a snapshot, of which a copy is on the medium."""
+
+    snapshot: str
+    turn: int  # of the next supervisor
+
+
+class Hibernate(Line, tag="hibernate"):
+    """Its processes are about to end, or, `done` and fsynced, have ended; its files stay on the medium until the next supervisor."""
+
+    turn: int  # of the next supervisor
+    done: bool = False
+    disk: int = 0  # bytes that its files take
+    damage: list[str] = msgspec.field(default_factory=list)
 
 
 class Ended(Line, tag="ended"):
@@ -80,7 +102,8 @@ class Gone(Line, tag="gone"):
     """Nothing of it is left, not even the tombstone."""
 
 
-AnyLine = Create | Ready | Change | Ended | Gone
+Move = Rollback | Hibernate
+AnyLine = Create | Ready | Change | Rollback | Hibernate | Ended | Gone
 _DECODER = msgspec.json.Decoder(AnyLine)
 _ENCODER = msgspec.json.Encoder()
 
@@ -95,17 +118,18 @@ _VERSION_DECODER = msgspec.json.Decoder(_Version)
 class Entry:
     """What the journal says about one sandbox."""
 
-    __slots__ = ("change", "create", "ended", "ready")
+    __slots__ = ("change", "create", "ended", "move", "ready")
 
     def __init__(self, create: Create) -> None:
         self.create = create
         self.ready: Ready | None = None
         self.change: Change | None = None
+        self.move: Move | None = None  # none after the `ready` of the supervisor that it announces
         self.ended: Ended | None = None
 
     def lines(self) -> list[AnyLine]:
         """The shortest history with the same meaning."""
-        return [line for line in (self.create, self.ready, self.change, self.ended) if line is not None]
+        return [line for line in (self.create, self.ready, self.change, self.move, self.ended) if line is not None]
 
 
 def load(path: Path) -> dict[str, Entry]:
@@ -124,8 +148,8 @@ def load(path: Path) -> dict[str, Entry]:
             if number == len(lines) and not torn:
                 break  # a block of zeros, or half a line that a later newline closed
             raise JournalError(f"{path}:{number}: not a journal line: {error}") from error
-        if version != VERSION:
-            raise JournalError(f"{path}:{number}: journal version {version}, this edge knows version {VERSION} only")
+        if not VERSION <= version <= MOVED:
+            raise JournalError(f"{path}:{number}: journal version {version}, this edge knows versions {VERSION} to {MOVED} only")
         try:
             line = _DECODER.decode(raw)
         except msgspec.MsgspecError as error:
@@ -137,9 +161,11 @@ def load(path: Path) -> dict[str, Entry]:
         if entry is None:
             continue  # what follows a `gone`
         if isinstance(line, Ready):
-            entry.ready = line
+            entry.ready, entry.move = line, None
         elif isinstance(line, Change):
             entry.change = line
+        elif isinstance(line, Rollback | Hibernate):
+            entry.move = line
         elif isinstance(line, Ended):
             entry.ended = line
         else:
@@ -160,8 +186,9 @@ class Journal:
         """Replace the file by the shortest one with these entries, in one rename, and append from there."""
         self._rewrite(entries)
 
-    def write(self, line: AnyLine) -> None:
-        """Append one line. ResourceExhausted, with the file as it was, when the disk refuses: then the caller must not act."""
+    def write(self, line: AnyLine, sync: bool = False) -> None:
+        """Append one line; with `sync` it is on the disk afterwards. ResourceExhausted, with the file as it was, when the disk refuses:
+        then the caller must not act."""
         data = _ENCODER.encode(line) + b"\n"
         error = None
         try:
@@ -174,6 +201,8 @@ class Journal:
             why = error.strerror if error else "the disk is full"
             raise ResourceExhausted(f"the journal {self.path} cannot be written: {why}", resource="journal", retry_after=5.0)
         self._size += written
+        if sync:
+            os.fsync(self._fd)
 
     @property
     def grown(self) -> bool:
@@ -192,16 +221,30 @@ class Journal:
 
     def _rewrite(self, entries: Iterable[Entry]) -> None:
         fresh = self.path.with_name(self.path.name + ".new")
+        entries = list(entries)
         data = b"".join(_ENCODER.encode(line) + b"\n" for entry in entries for line in entry.lines())
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
+            durable = any(isinstance(entry.move, Hibernate) for entry in entries)
+            if durable:
+                os.fsync(fd)
             os.rename(fresh, self.path)
+            if durable:
+                _sync_directory(self.path.parent)
         except OSError as error:
             os.close(fd)
             fresh.unlink(missing_ok=True)
             raise ResourceExhausted(f"the journal {self.path} cannot be rewritten: {error.strerror}", resource="journal") from error
         self.close()
         self._fd, self._size, self._compacted = fd, len(data), len(data)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -9,10 +9,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dsec.edge.journal import VERSION as JOURNAL_VERSION
-from dsec.edge.journal import Change, Create, Ended, Entry, Ready
+from dsec.edge.journal import Change, Create, Ended, Entry, Hibernate, Move, Ready
 from dsec.edge.supervisor import Control
 from dsec.edge.wire import Record
-from libdsec.errors import DSecError, IdempotencyConflict, NameInUse, ResourceExhausted, SandboxEnded, SandboxLost, SandboxNotFound
+from libdsec.errors import (
+    DSecError,
+    IdempotencyConflict,
+    NameInUse,
+    ResourceExhausted,
+    SandboxEnded,
+    SandboxLost,
+    SandboxNotFound,
+    Unavailable,
+)
 from libdsec.wire import Cause, CpuClass, Health, Limits, SandboxInfo, SandboxSpec, State
 
 if TYPE_CHECKING:
@@ -48,13 +57,16 @@ class Sandbox:
         "cause",
         "control",
         "cpu_class",
+        "crashed",
         "create",
         "created_at",
         "damage",
         "deadline",
         "detail",
+        "disk",
         "ended",
         "ended_at",
+        "env",
         "health",
         "id",
         "idle_timeout",
@@ -66,6 +78,7 @@ class Sandbox:
         "labels",
         "layers",
         "limits",
+        "move",
         "name",
         "noticed",
         "oom_events",
@@ -88,8 +101,10 @@ class Sandbox:
         "stopping",
         "streams",
         "titles",
+        "turn",
         "user",
         "waits",
+        "waking",
         "warnings",
         "workdir",
     )  # fmt: skip
@@ -135,6 +150,12 @@ class Sandbox:
         self.paused = False
         self.pause_reason: str | None = None
         self.pool: Pool | None = None  # it was made ahead, and is nobody's until its hand-out is done
+        self.env: dict[str, str] = {}  # of its image
+        self.turn = 0  # how often it was made again; a supervisor serves one turn
+        self.crashed = -1  # the last turn whose supervisor died when it should have left in order
+        self.move: Move | None = None  # it has no supervisor, or will have another one soon
+        self.disk = 0  # bytes of its files, while it is hibernated
+        self.waking: asyncio.Task[DSecError | None] | None = None
         self.titles: OrderedDict[str, str] = OrderedDict()  # of its latest commands
         self.streams = 0  # connections of their own that are open now
         self.pinged = False  # a question whether its supervisor is alive is under way
@@ -159,7 +180,22 @@ class Sandbox:
             workdir=self.workdir, health=self.health, damage=self.damage, ended_at=self.ended_at, cause=self.cause, detail=self.detail,
             warnings=self.warnings, paused=self.paused and self.state is State.RUNNING, cpu_class=self.cpu_class,
             pause_reason=self.pause_reason if self.paused and self.state is State.RUNNING else None, auto_pause=self.auto_pause,
+            memory_kept=False if self.state is State.HIBERNATED else None,
         )  # fmt: skip
+
+    @property
+    def at_rest(self) -> bool:
+        """It has no supervisor: what is known of its commands is on the disk."""
+        return self.state in (State.ENDED, State.HIBERNATED)
+
+    def moved(self, turn: int) -> bool:
+        """Its supervisor of that turn left, and the sandbox goes on without it."""
+        return self.state is State.HIBERNATED or (self.state is State.RUNNING and self.turn != turn)
+
+    def interrupted(self) -> DSecError:
+        """The error for what cannot be done again by itself after its processes ended."""
+        message = f"the processes of sandbox {self.id} were ended by a rollback or a hibernation meanwhile"
+        return Unavailable(message, sandbox=self.id, retry_after=0.05)
 
     def remember(self, command: str, title: str) -> None:
         """What a command was asked to do."""
@@ -167,6 +203,13 @@ class Sandbox:
             self.titles[command] = title
             if len(self.titles) > MOST_TITLES:
                 self.titles.popitem(last=False)
+
+    def hibernated(self, line: Hibernate) -> None:
+        """Nothing of it is in memory."""
+        self.state, self.move, self.disk = State.HIBERNATED, line, line.disk
+        self.paused, self.pid, self.init_pid = False, 0, 0
+        for what in line.damage:
+            self.damaged(what)
 
     def damaged(self, what: str) -> None:
         """Note damage; a sandbox repeats itself, the list does not."""
@@ -196,8 +239,8 @@ class Sandbox:
         if self.pool is not None:
             return entry
         if self.pid:
-            entry.ready = Ready(v=JOURNAL_VERSION, id=self.id, pid=self.pid, init=self.init_pid)
-        entry.change = self.change()
+            entry.ready = self.answers()
+        entry.change, entry.move = self.change(), self.move
         if self.state is State.ENDED:
             assert self.ended_at is not None and self.cause is not None
             entry.ended = Ended(v=JOURNAL_VERSION, id=self.id, at=self.ended_at, cause=self.cause, detail=self.detail, kept=self.kept)
@@ -208,6 +251,10 @@ class Sandbox:
         return Change(
             v=JOURNAL_VERSION, id=self.id, labels=self.labels, deadline=self.deadline, idle=self.idle_timeout, auto_pause=self.auto_pause,
         )  # fmt: skip
+
+    def answers(self) -> Ready:
+        """The journal line for its supervisor of this turn."""
+        return Ready(v=JOURNAL_VERSION, id=self.id, pid=self.pid, init=self.init_pid, turn=self.turn)
 
     @classmethod
     def restored(cls, entry: Entry, run_dir: str, state_dir: str) -> Sandbox:
@@ -224,13 +271,19 @@ class Sandbox:
             sandbox.labels, sandbox.deadline = change.labels, change.deadline
             sandbox.idle_timeout, sandbox.auto_pause = change.idle, change.auto_pause
         if entry.ready is not None:
-            sandbox.pid, sandbox.init_pid = entry.ready.pid, entry.ready.init
+            sandbox.pid, sandbox.init_pid, sandbox.turn = entry.ready.pid, entry.ready.init, entry.ready.turn
+        sandbox.env, sandbox.move = made.env or {}, entry.move
+        if isinstance(entry.move, Hibernate) and entry.move.done:
+            sandbox.hibernated(entry.move)
+            sandbox.ready.set_result(None)
         if entry.ended is not None:
+            sandbox.move = None
             sandbox.state, sandbox.reserved = State.ENDED, False
             sandbox.ended_at, sandbox.cause, sandbox.detail = entry.ended.at, entry.ended.cause, entry.ended.detail
             sandbox.noticed = entry.ended.at
             sandbox.kept = entry.ended.kept
-            sandbox.ready.set_result(None)
+            if not sandbox.ready.done():
+                sandbox.ready.set_result(None)
             sandbox.ended.set_result(None)
         return sandbox
 

@@ -47,6 +47,7 @@ class Metrics:
         limits = Counter("dsec_limits_hit", "Commands that hit a limit", ["limit"], registry=registry)
         self.limits = {name: limits.labels(name) for name in ("memory", "disk", "pids", "output", "files")}
         self.ooms = Counter("dsec_oom_events", "OOM kills reported by supervisors", registry=registry)
+        self.hibernated = Counter("dsec_sandboxes_hibernated", "Sandboxes hibernated", registry=registry)
         self.reattached = Counter("dsec_reattached", "Sandboxes taken over from an earlier edge", registry=registry)
         reclaimed = Counter("dsec_memory_reclaimed_bytes", "Memory taken back from sandboxes", ["reason"], registry=registry)
         self.reclaimed = {reason: reclaimed.labels(reason) for reason in ("asked", "idle", "pressure")}
@@ -93,11 +94,13 @@ class Metrics:
         self._retired.labels(reason).inc()
 
     def watch(
-        self, creating: Callable[[], float], running: Callable[[], float], tombstones: Callable[[], float], damaged: Callable[[], float]
-    ) -> None:
+        self, creating: Callable[[], float], running: Callable[[], float], hibernated: Callable[[], float],
+        tombstones: Callable[[], float], damaged: Callable[[], float],
+    ) -> None:  # fmt: skip
         """Gauges that are read when somebody asks."""
         self.live.labels("creating").set_function(creating)
         self.live.labels("running").set_function(running)
+        self.live.labels("hibernated").set_function(hibernated)
         self.tombstones.set_function(tombstones)
         self.damaged.set_function(damaged)
 

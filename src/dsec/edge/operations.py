@@ -14,7 +14,7 @@ from dsec.edge.lifecycle import Sandbox
 from dsec.edge.streams import Item, Output
 from dsec.edge.supervisor import ConnectionLost, Stream
 from dsec.edge.wire import Fields, Frame, Record, WireError
-from libdsec.errors import BinaryNotFound, CommandNotFound, DSecError, InvalidRequest, Unavailable
+from libdsec.errors import BinaryNotFound, CommandEnded, CommandNotFound, DSecError, InvalidRequest, Unavailable
 from libdsec.wire import (
     Cause,
     CommandInfo,
@@ -83,8 +83,8 @@ class Operations(Core):
 
     async def commands(self, sandbox_id: str) -> list[CommandInfo]:
         """Every command that is remembered, in the order of their starts."""
-        sandbox = self.table.get(sandbox_id)
-        if sandbox.state is State.ENDED:
+        sandbox = await self._seen(sandbox_id)
+        if sandbox.at_rest:
             found = await asyncio.to_thread(records.read_commands, self._kept(sandbox))
         else:
             found = [_record(Fields(frame.payload)) for frame in await self.collect(sandbox, wire.F_LIST)]
@@ -93,8 +93,8 @@ class Operations(Core):
 
     async def command(self, sandbox_id: str, command: str) -> CommandInfo:
         """One command. CommandNotFound."""
-        sandbox = self.table.get(sandbox_id)
-        if sandbox.state is State.ENDED:
+        sandbox = await self._seen(sandbox_id)
+        if sandbox.at_rest:
             return commands.info(sandbox.id, await self._left(sandbox, command), sandbox.titles)
         # a replay from beyond the end, without following, is the cheapest question
         request = command_field(command) + wire.u64(wire.T_OFFSET, _FAR) + wire.u64(wire.T_OFFSET_ERR, _FAR) + wire.u64(wire.T_FOLLOW, 0)
@@ -109,8 +109,8 @@ class Operations(Core):
 
     async def wait(self, sandbox_id: str, command: str, timeout: float | None = None) -> ExecResult:
         """The end of a command with its kept output. After `timeout` seconds a result whose ending is RUNNING, without output."""
-        sandbox = self.table.get(sandbox_id)
-        if sandbox.state is State.ENDED:
+        sandbox = await self._seen(sandbox_id)
+        if sandbox.at_rest:
             return await self._left_result(sandbox, command)
         command_field(command)
         waiting = sandbox.waits.get(command)
@@ -147,8 +147,8 @@ class Operations(Core):
             raise InvalidRequest(f"stream is {stream!r}, must be stdout or stderr", field="stream")
         if not 0 <= offset <= _FAR or not 1 <= limit <= MAX_READ:
             raise InvalidRequest(f"offset {offset} must not be negative, limit {limit} must be 1 to {MAX_READ}", field="offset")
-        sandbox = self.table.get(sandbox_id)
-        if sandbox.state is State.ENDED:
+        sandbox = await self._seen(sandbox_id)
+        if sandbox.at_rest:
             record = await self._left(sandbox, command)
             return await asyncio.to_thread(_read_left, sandbox, record, which, offset, limit)
         first, parts, have = -1, [], 0
@@ -173,7 +173,7 @@ class Operations(Core):
         command = spec.id or new_command_id()
         sandbox.remember(command, commands.title(spec))
         request = wire.frame(wire.F_EXEC, 1, encode(command, spec, wire.X_STREAM))
-        async for item in self._stream(sandbox, command, request):
+        async for item in self._stream(sandbox, command, request, {wire.STREAM_OUT: 0, wire.STREAM_ERR: 0}, True):
             yield item
 
     async def attach(
@@ -182,38 +182,60 @@ class Operations(Core):
         """Replay a command's log from offsets, then follow. Never slows the command: what is no longer kept shows as `gap`."""
         if not 0 <= stdout_offset <= _FAR or not 0 <= stderr_offset <= _FAR:
             raise InvalidRequest("an offset must not be negative", field="stdout_offset")
-        sandbox = self.table.get(sandbox_id)
-        if sandbox.state is State.ENDED:
-            record = await self._left(sandbox, command)
-            for which, offset in ((wire.STREAM_OUT, stdout_offset), (wire.STREAM_ERR, stderr_offset)):
-                async for item in _replay(sandbox, record, which, offset):
-                    yield item
-            yield StreamEvent(event="end", id=command, result=commands.result(sandbox.id, record))
+        sandbox = await self._seen(sandbox_id)
+        at = {wire.STREAM_OUT: stdout_offset, wire.STREAM_ERR: stderr_offset}
+        if sandbox.at_rest:
+            async for item in self._replay(sandbox, command, at):
+                yield item
             return
-        payload = (
-            command_field(command)
-            + wire.u64(wire.T_OFFSET, stdout_offset)
-            + wire.u64(wire.T_OFFSET_ERR, stderr_offset)
-            + wire.u64(wire.T_FOLLOW, int(follow))
-        )
-        async for item in self._stream(sandbox, command, wire.frame(wire.F_ATTACH, 1, payload)):
+        async for item in self._stream(sandbox, command, _attach(command, at, follow), at, False, follow):
             yield item
 
-    async def _stream(self, sandbox: Sandbox, command: str, request: bytes) -> AsyncIterator[Item]:
-        await self.reach(sandbox)
-        stream: Stream | None = None
+    async def _replay(self, sandbox: Sandbox, command: str, at: dict[int, int]) -> AsyncIterator[Item]:
+        """What the log on the disk has from these offsets on, and the end."""
+        record = await self._left(sandbox, command)
+        for which, offset in at.items():
+            async for item in _replay(sandbox, record, which, offset):
+                yield item
+        yield StreamEvent(event="end", id=command, result=commands.result(sandbox.id, record))
+
+    async def _stream(
+        self, sandbox: Sandbox, command: str, request: bytes, at: dict[int, int], runs: bool, follow: bool = True
+    ) -> AsyncIterator[Item]:
+        """`at`: the offsets from which output is wanted; `runs`: the request runs the command. A supervisor that leaves in the middle has
+        recorded the end of the command: it comes from the next one, or from the disk."""
         self.counters.connections.inc()
         sandbox.streams += 1
+        stream: Stream | None = None
         try:
-            stream = await Stream.open(sandbox.socket, request)
-            async for item in streams.output(stream, sandbox.id, command, 1):
-                if not isinstance(item, Output) and item.result is not None:
-                    await self._check_ending(sandbox, item.result.ending)
-                    if item.result.shell_replaced:
-                        sandbox.damaged("its shell was replaced")
-                yield item
-        except (ConnectionLost, WireError) as error:
-            raise await self.fate(sandbox, str(error)) from error
+            while True:
+                await self.reach(sandbox)
+                turn = sandbox.turn
+                try:
+                    stream = await Stream.open(sandbox.socket, request)
+                    async for item in streams.output(stream, sandbox.id, command, 1):
+                        runs = False
+                        if isinstance(item, Output):
+                            at[item.stream] = item.offset + len(item.data)
+                        elif item.result is not None:
+                            await self._check_ending(sandbox, item.result.ending)
+                            if item.result.shell_replaced:
+                                sandbox.damaged("its shell was replaced")
+                        yield item
+                    return
+                except (ConnectionLost, WireError) as error:
+                    await self.settled(sandbox)
+                    if not sandbox.moved(turn) or sandbox.crashed == turn:
+                        raise await self.fate(sandbox, str(error), turn) from error
+                if stream is not None:
+                    stream.close()
+                if runs:
+                    continue  # it was not read before its supervisor left
+                if sandbox.at_rest:
+                    async for item in self._replay(sandbox, command, at):
+                        yield item
+                    return
+                request = _attach(command, at, follow)
         except DSecError as error:
             raise self._noticed(sandbox, error) from error
         finally:
@@ -225,14 +247,16 @@ class Operations(Core):
     async def stdin(self, sandbox_id: str, command: str, chunks: AsyncIterable[bytes], close: bool = False) -> int:
         """Write to a command's stdin; returns the bytes it took. StdinClosed, CommandEnded; their details count `accepted`."""
         sandbox = self.live(sandbox_id)
+        await self._not_over(sandbox, command)
         await self.reach(sandbox)
         stream: Stream | None = None
+        turn = sandbox.turn
         sandbox.streams += 1
         try:
             stream = await Stream.open(sandbox.socket)
             return await streams.feed(stream, sandbox.id, command, chunks, close)
         except (ConnectionLost, WireError) as error:
-            raise await self.fate(sandbox, str(error)) from error
+            raise await self.fate(sandbox, str(error), turn) from error
         finally:
             sandbox.streams -= 1
             if stream is not None:
@@ -242,18 +266,24 @@ class Operations(Core):
         """Signal a command's process, or its tree."""
         scope = wire.SCOPE_TREE if request.tree else wire.SCOPE_PROCESS
         fields = wire.u64(wire.T_SIGNAL, commands.signal_number(request)) + wire.u64(wire.T_SCOPE, scope)
-        await self.call(self.live(sandbox_id), wire.F_SIGNAL, command_field(command) + fields, again=False)
+        sandbox = self.live(sandbox_id)
+        await self._not_over(sandbox, command)
+        await self.call(sandbox, wire.F_SIGNAL, command_field(command) + fields, again=False)
 
     async def kill(self, sandbox_id: str, command: str) -> None:
         """Kill a command with all its descendants."""
-        await self.call(self.live(sandbox_id), wire.F_KILL, command_field(command))
+        sandbox = self.live(sandbox_id)
+        await self._not_over(sandbox, command)
+        await self.call(sandbox, wire.F_KILL, command_field(command))
 
     async def resize(self, sandbox_id: str, command: str, size: PtySize) -> None:
         """Resize a command's terminal."""
         if not 1 <= size.rows <= 65535 or not 1 <= size.cols <= 65535:
             raise InvalidRequest(f"size {size.rows}x{size.cols}, each must be 1 to 65535", field="rows")
         fields = wire.u64(wire.T_ROWS, size.rows) + wire.u64(wire.T_COLS, size.cols)
-        await self.call(self.live(sandbox_id), wire.F_RESIZE, command_field(command) + fields)
+        sandbox = self.live(sandbox_id)
+        await self._not_over(sandbox, command)
+        await self.call(sandbox, wire.F_RESIZE, command_field(command) + fields)
 
     # sessions ---------------------------------------------------------------------------------------------------------------------
 
@@ -277,14 +307,21 @@ class Operations(Core):
 
     async def sessions(self, sandbox_id: str) -> list[SessionInfo]:
         """The open sessions."""
-        found = [Fields(frame.payload) for frame in await self.collect(self.live(sandbox_id), wire.F_SESSION_LIST)]
+        sandbox = self.live(sandbox_id)
+        await self.settled(sandbox)
+        if sandbox.state is State.HIBERNATED:
+            return []
+        found = [Fields(frame.payload) for frame in await self.collect(sandbox, wire.F_SESSION_LIST)]
         return [SessionInfo(name=fields.text(wire.T_NAME), busy=bool(fields.u64(wire.T_STATE))) for fields in found]
 
     # usage ------------------------------------------------------------------------------------------------------------------------
 
     async def usage(self, sandbox_id: str) -> Usage:
-        """Measured use now."""
+        """Measured use now; of a hibernated one what its files take."""
         sandbox = self.live(sandbox_id)
+        await self.settled(sandbox)
+        if sandbox.state is State.HIBERNATED:
+            return _asleep(sandbox)
         fields = Fields((await self.call(sandbox, wire.F_STAT)).payload)
         if fields.text(wire.T_HEALTH) == "damaged":
             sandbox.damaged("its shell was replaced")
@@ -363,7 +400,8 @@ class Operations(Core):
         return b"".join(parts)
 
     async def _log_read(self, sandbox: Sandbox, command: str, stream: int, offset: int, limit: int) -> tuple[int, bytes]:
-        if sandbox.state is State.ENDED:
+        await self.settled(sandbox)
+        if sandbox.at_rest:
             record = await self._left(sandbox, command)
             return await asyncio.to_thread(records.read_log, sandbox.state_dir, record, stream, offset, limit)
         fields = wire.u64(wire.T_STREAM, stream) + wire.u64(wire.T_OFFSET, offset) + wire.u64(wire.T_LENGTH, min(limit, _READ))
@@ -372,7 +410,20 @@ class Operations(Core):
             raise WireError(f"frame type {frame.type} in reply to LOG_READ of sandbox {sandbox.id}")
         return wire.data(frame.payload)
 
-    # what an ended sandbox left ---------------------------------------------------------------------------------------------------
+    # what a sandbox without a supervisor left -------------------------------------------------------------------------------------
+
+    async def _seen(self, sandbox_id: str) -> Sandbox:
+        """A sandbox for who only looks: not between two supervisors."""
+        sandbox = self.table.get(sandbox_id)
+        await self.settled(sandbox)
+        return sandbox
+
+    async def _not_over(self, sandbox: Sandbox, command: str) -> None:
+        """CommandEnded when the sandbox is hibernated, for which alone it is not woken; CommandNotFound."""
+        await self.settled(sandbox)
+        if sandbox.state is State.HIBERNATED:
+            await self._left(sandbox, command)
+            raise CommandEnded(f"command {command} has ended", command=command, sandbox=sandbox.id)
 
     def _kept(self, sandbox: Sandbox) -> str:
         if not sandbox.kept:
@@ -399,6 +450,18 @@ def _record(fields: Fields) -> Record:
     if data is None:
         raise WireError("a frame without the record that it should carry")
     return wire.record(data)
+
+
+def _attach(command: str, at: dict[int, int], follow: bool) -> bytes:
+    offsets = wire.u64(wire.T_OFFSET, at[wire.STREAM_OUT]) + wire.u64(wire.T_OFFSET_ERR, at[wire.STREAM_ERR])
+    return wire.frame(wire.F_ATTACH, 1, command_field(command) + offsets + wire.u64(wire.T_FOLLOW, int(follow)))
+
+
+def _asleep(sandbox: Sandbox) -> Usage:
+    return Usage(
+        memory=0, memory_peak=0, memory_limit=(sandbox.limits.memory_mb or 0) << 20, cpu_seconds=0.0, pids=0, disk=sandbox.disk,
+        disk_limit=(sandbox.limits.disk_mb or 0) << 20, oom_kills=0, pids_hits=0, log_bytes=0, commands_running=0,
+    )  # fmt: skip
 
 
 def _running(command: str, fields: Fields) -> Record:

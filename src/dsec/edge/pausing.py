@@ -21,6 +21,9 @@ class Pausing(Core):
         """Nothing inside runs when this returns. No error when it is paused."""
         sandbox = self.live(sandbox_id)
         require(self.backends[sandbox.backend], "pause_memory", f"a pause of sandbox {sandbox.id}")
+        await self.settled(sandbox)
+        if sandbox.state is State.HIBERNATED:
+            return sandbox.info()  # less than paused
         await self.reach(sandbox)
         if not sandbox.paused:
             sandbox.paused, sandbox.pause_reason = True, "asked"
@@ -32,7 +35,7 @@ class Pausing(Core):
         return sandbox.info()
 
     async def resume(self, sandbox_id: str) -> SandboxInfo:
-        """It runs on. No error when it runs."""
+        """It runs on, also out of hibernation. No error when it runs."""
         sandbox = self.live(sandbox_id)
         await self.call(sandbox, wire.F_RESUME)
         sandbox.paused = False
@@ -40,24 +43,24 @@ class Pausing(Core):
 
     async def pause_many(self, labels: Mapping[str, str]) -> list[BatchItem]:
         """Every running sandbox that has all these labels."""
-        return await self._each(labels, True)
+        return await each([sandbox for sandbox in self.matching(labels, State.RUNNING) if not sandbox.paused], self.pause)
 
     async def resume_many(self, labels: Mapping[str, str]) -> list[BatchItem]:
-        """Every paused sandbox that has all these labels."""
-        return await self._each(labels, False)
+        """Every paused or hibernated sandbox that has all these labels."""
+        still = [sandbox for sandbox in self.matching(labels, State.RUNNING) if sandbox.paused]
+        return await each([*still, *self.matching(labels, State.HIBERNATED)], self.resume)
 
-    async def _each(self, labels: Mapping[str, str], pause: bool) -> list[BatchItem]:
-        wanted = [
+    def matching(self, labels: Mapping[str, str], state: State) -> list[Sandbox]:
+        """Sandboxes in this state that have all these labels."""
+        return [
             sandbox
             for sandbox in self.table.live()
-            if sandbox.state is State.RUNNING
-            and sandbox.paused is not pause
-            and all(sandbox.labels.get(key) == value for key, value in labels.items())
+            if sandbox.state is state and all(sandbox.labels.get(key) == value for key, value in labels.items())
         ]
-        return await _all(wanted, self.pause if pause else self.resume)
 
 
-async def _all(sandboxes: Iterable[Sandbox], do: Callable[[str], Awaitable[SandboxInfo]]) -> list[BatchItem]:
+async def each(sandboxes: Iterable[Sandbox], do: Callable[[str], Awaitable[SandboxInfo]]) -> list[BatchItem]:
+    """Do it to all of them, some at a time; each succeeds or fails by itself."""
     waiting = iter(list(sandboxes))
     items: list[BatchItem] = []
 

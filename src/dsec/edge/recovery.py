@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 
 from dsec.edge import journal as lines
@@ -15,6 +16,7 @@ from dsec.edge.journal import Entry
 from dsec.edge.lifecycle import Sandbox
 from dsec.edge.pools import Pooling
 from dsec.edge.supervisor import ConnectionLost, Control
+from dsec.edge.turns import Turns
 from dsec.edge.wire import WireError
 from libdsec.errors import DSecError, LayerNotFound, Unavailable, WireVersion
 from libdsec.wire import Cause, CpuClass, State
@@ -27,7 +29,7 @@ _PING_TICKS = 10
 _OVERDUE = 5.0  # seconds past its deadline after which a sandbox is ended from here
 
 
-class Recovery(Pooling):
+class Recovery(Pooling, Turns):
     """See the module's text."""
 
     async def recover(self, entries: dict[str, Entry]) -> None:
@@ -47,15 +49,18 @@ class Recovery(Pooling):
         waiting = self.table.pooled()
         live = [*self.table.live(), *waiting]
         gate = asyncio.Semaphore(_PARALLEL)
-        reasons = dict(zip([s.id for s in live], await asyncio.gather(*(self._find(s, gate) for s in live)), strict=True))
+        # one that sleeps has no supervisor, unless it was being woken
+        awake = [s for s in live if s.state is not State.HIBERNATED or os.path.exists(s.run_dir)]  # noqa: ASYNC240 - a directory of RUN, which is memory
+        reasons = dict(zip([s.id for s in awake], await asyncio.gather(*(self._find(s, gate) for s in awake)), strict=True))
         for sandbox in live:
-            if reasons[sandbox.id] is None:
+            if reasons.get(sandbox.id) is None or sandbox.move is not None:
                 self._pin(sandbox)
         for backend in self.backends.values():
             await backend.open(self.survivor())
-        lost = [(s, why) for s in live if (why := reasons[s.id]) is not None]
+        lost = [(s, why) for s in awake if (why := reasons[s.id]) is not None]
         made = {s.id for s, _ in lost if s.pool is not None or entries[s.id].ready is not None}
         await asyncio.gather(*(self._lost_while_away(s, why, s.id in made, gate) for s, why in lost))
+        await asyncio.gather(*(self.taken_over(s) for s in live if s.state is State.RUNNING and s.move is not None and s.refused is None))
         await asyncio.gather(*(self.put_back(sandbox, entries[sandbox.id].create.pool) for sandbox in waiting))
         for sandbox in live:
             if sandbox.pool is None and sandbox.state is State.RUNNING and entries[sandbox.id].ready is None:
@@ -95,7 +100,12 @@ class Recovery(Pooling):
 
     async def _lost_while_away(self, sandbox: Sandbox, why: str, made: bool, gate: asyncio.Semaphore) -> None:
         async with gate:
-            if made:
+            if sandbox.move is not None:
+                try:
+                    await self.carry_on(sandbox)
+                except (DSecError, ConnectionLost) as error:
+                    await self.bury(sandbox, f"{why}; {error}")
+            elif made:
                 await self.bury(sandbox, why)
             else:
                 await self._unmake(sandbox, why)
@@ -191,6 +201,12 @@ class Recovery(Pooling):
         before, now = time.time() - _OVERDUE, asyncio.get_running_loop().time()
         self._due = math.inf
         for sandbox in self.table.live():
+            if sandbox.state is State.HIBERNATED and sandbox.recovering is None:
+                self.due(sandbox.deadline)
+                if sandbox.deadline is not None and sandbox.deadline <= time.time():
+                    why = "the sandbox reached its maximum lifetime while it was hibernated"
+                    self.spawn(self.end_hibernated(sandbox, Cause.EXPIRED, why), f"expire {sandbox.id}")
+                continue
             self.due(sandbox.deadline and sandbox.deadline + _OVERDUE)
             self.due(sandbox.stop_by and time.time() + sandbox.stop_by - now)
             if sandbox.state is not State.RUNNING or sandbox.recovering is not None:

@@ -20,8 +20,9 @@ from dsec.edge.core import Core
 from dsec.edge.lifecycle import Sandbox, random_text
 from dsec.edge.specs import check_labels
 from dsec.images.model import ResolvedImage
+from libdsec.copies import SnapshotInfo, SnapshotRequest
 from libdsec.errors import DSecError, InvalidRequest, LayerNotFound, ResourceExhausted, SnapshotNotFound, Unavailable
-from libdsec.wire import CpuClass, ForkRequest, Limits, SandboxSpec, SnapshotInfo, SnapshotRequest
+from libdsec.wire import CpuClass, ForkRequest, Limits, SandboxSpec
 
 log = logging.getLogger("dsec.edge")
 VERSION = 1

@@ -25,6 +25,10 @@ class ConnectionLost(Exception):
     """The connection to the supervisor broke. Inside the edge only: callers see what became of the sandbox."""
 
 
+class NotConnected(ConnectionLost):
+    """Nobody was there: nothing was sent."""
+
+
 def failure(payload: bytes, **details: Any) -> DSecError:
     """The typed error of an ERROR frame."""
     fields = Fields(payload)
@@ -64,10 +68,10 @@ async def connect(path: str) -> socket.socket:
                 return sock
             except BlockingIOError:  # the listener's backlog is full
                 await asyncio.sleep(0.001 * min(attempt + 1, 10))
-        raise ConnectionLost(f"connect to {path}: its backlog stayed full")
+        raise NotConnected(f"connect to {path}: its backlog stayed full")
     except OSError as error:
         sock.close()
-        raise ConnectionLost(f"connect to {path}: {os.strerror(error.errno or 0)}") from error
+        raise NotConnected(f"connect to {path}: {os.strerror(error.errno or 0)}") from error
     except BaseException:
         sock.close()
         raise

@@ -7,11 +7,12 @@ Fields by frame (`*`: repeated, `?`: optional):
 
 | frame | request | reply |
 |---|---|---|
-| HELLO | VERSION_MAJOR VERSION_MINOR | VERSION_MAJOR VERSION_MINOR ID STATE INIT_PID |
+| HELLO | VERSION_MAJOR VERSION_MINOR | VERSION_MAJOR VERSION_MINOR ID STATE INIT_PID TURN? |
 | MOUNT_MEDIUM | PATH SIZE | OK |
 | MOUNT_LAYER / UMOUNT_LAYER | NAME PATH DATA? (data of a split image) FILL? (1: on demand) / NAME | OK |
 | CREATE | see below | READY{ID PID INIT_PID} |
-| REAP | ID CGROUP RUN_DIR STATE_DIR MEDIUM | OK |
+| REAP | ID CGROUP RUN_DIR STATE_DIR MEDIUM KEEP? (1: not the writable layer) | OK |
+| PUT_SNAPSHOT | ID RUN_DIR VOLUME, for an identity of its own HOSTNAME UID_BASE | OK: what CREATE with the next TURN begins with |
 | SUBSCRIBE | - | OK, EVENT{EVENT COMMAND? MESSAGE? BYTES?}*, ENDED{CAUSE MESSAGE? TIME_NS} |
 | EXEC | see below | STARTED{COMMAND PID TIME_NS}, END{RECORD STDOUT? STDERR?} |
 | ATTACH | COMMAND OFFSET OFFSET_ERR FOLLOW | DATA* GAP{STREAM FROM TO}* END{RECORD} |
@@ -30,11 +31,12 @@ Fields by frame (`*`: repeated, `?`: optional):
 | PAUSE | IDLE_NS? (only if it was idle for so long) REASON? | OK |
 | RECLAIM | IDLE_NS (as above) REASON | STATUS{BYTES} |
 | STOP | CAUSE? | ENDED |
+| LEAVE | CAUSE (rollback, hibernate) | LEFT{DISK_USED TIME_NS}: all processes ended, files, records and logs are there |
 | any | | ERROR{CODE MESSAGE ERRNO?} |
 
 CREATE: ID CGROUP LAYER* (topmost first) UID_BASE HOSTNAME MEDIUM DISK_BYTES MEMORY_BYTES PIDS CPU_MILLI NOFILE ENV* WORKDIR USER RUN_DIR
 STATE_DIR LOG_HEAD LOG_TAIL LOG_BUDGET DEADLINE_NS IDLE_NS SHM_BYTES USERNS AUTO_PAUSE_NS RECLAIM_NS
-VOLUME? OWN_PIDS?.
+VOLUME? OWN_PIDS? TURN? (made again, on the layer that it has).
 EXEC: COMMAND, ARG* or SHELL, SESSION? CWD? ENV* USER? EXEC_FLAGS ROWS? COLS? TIMEOUT_NS? BYTES? (whole stdin) LOG_HEAD? LOG_TAIL?.
 A record's inline bytes (out_inline, err_inline) follow it inside the RECORD field.
 """
@@ -47,7 +49,7 @@ from typing import Final, NamedTuple
 from libdsec.errors import DSecError
 
 WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 3
+WIRE_MINOR: Final = 4
 WIRE_MAX: Final = 1 << 20
 WIRE_DATA: Final = 256 << 10
 
@@ -65,6 +67,7 @@ F_CREATE: Final = 19
 F_REAP: Final = 20
 F_DISK_USAGE: Final = 21
 F_DROP_SNAPSHOT: Final = 22
+F_PUT_SNAPSHOT: Final = 57
 F_READY: Final = 24
 F_SUBSCRIBE: Final = 32
 F_EXEC: Final = 33
@@ -90,10 +93,12 @@ F_RESUME: Final = 52
 F_RECLAIM: Final = 53
 F_CHECKPOINT: Final = 58
 F_RESTORE: Final = 59
+F_LEAVE: Final = 55
 F_STARTED: Final = 64
 F_END: Final = 65
 F_GAP: Final = 66
 F_ENDED: Final = 67
+F_LEFT: Final = 56
 
 T_VERSION_MAJOR: Final = 1
 T_VERSION_MINOR: Final = 2
@@ -175,6 +180,8 @@ T_RECLAIM_NS: Final = 113
 T_REASON: Final = 114
 T_SWAP_USED: Final = 115
 T_OWN_PIDS: Final = 160
+T_TURN: Final = 120
+T_KEEP: Final = 121
 T_OP: Final = 128
 T_MODE: Final = 129
 T_MTIME_NS: Final = 130
@@ -230,6 +237,8 @@ R_PIPES_LEFT: Final = 1
 R_SESSION_LOST: Final = 2
 R_SHELL_REPLACED: Final = 4
 R_LOG_EVICTED: Final = 8
+R_ROLLED_BACK: Final = 16
+R_HIBERNATED: Final = 32
 
 RECORD_MAGIC: Final = 0x31636564
 _RECORD: Final = struct.Struct("<II32s9Q4I2i4BI32x")  # struct record

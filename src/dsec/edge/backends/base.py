@@ -20,9 +20,8 @@ __all__ = [
 # What a sandbox of a backend can do. A backend names every one of them.
 CAPABILITIES = (
     "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "network_rules",
-    "egress_hosts", "cpu_class", "core_scheduling",
-    "pause_memory", "pause_disk", "fork", "fork_memory", "snapshot", "pack_diff", "gpu", "desktop", "nested_containers",
-    "privileged", "trusted_supervisor",
+    "egress_hosts", "cpu_class", "core_scheduling", "pause_memory", "pause_disk", "fork", "fork_memory", "snapshot", "rollback",
+    "hibernate", "hibernate_memory", "pack_diff", "gpu", "desktop", "nested_containers", "privileged", "trusted_supervisor",
 )  # fmt: skip
 
 
@@ -95,7 +94,8 @@ class StartSpec:
     reclaim_ns: int
     run_dir: str
     state_dir: str
-    own_pids: bool  # commands of another sandbox will be restored in it
+    own_pids: bool = False  # commands of another sandbox will be restored in it
+    turn: int = 0  # how often it was made again; then its writable layer is the one that it has
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,8 +145,9 @@ class Backend(Protocol):
         """Make the sandbox. On an error nothing is left."""
         ...
 
-    async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool) -> None:
-        """Remove everything of a sandbox whose supervisor is gone. No error when there is nothing."""
+    async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool, keep: bool = False) -> None:
+        """Remove everything of a sandbox whose supervisor is gone; with `keep` all but its files, which are on the disk then. No
+        error when there is nothing."""
         ...
 
     async def orphans(self, live: Set[str], known: Set[str]) -> list[str]:
@@ -167,6 +168,11 @@ class Backend(Protocol):
 
     async def snapshot(self, name: str) -> tuple[int, str]:
         """Where the tree of a snapshot that a supervisor took is: a process, and a directory in its mount namespace."""
+        ...
+
+    async def put_snapshot(self, sandbox_id: str, run_dir: str, name: str, identity: tuple[str, int] | None) -> None:
+        """Copy a snapshot to where the sandbox takes it up when it is made again. `identity`: the host name and first uid of a sandbox that
+        the snapshot is not of."""
         ...
 
     async def drop_snapshot(self, name: str) -> None:

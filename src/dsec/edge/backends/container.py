@@ -44,7 +44,7 @@ class Container:
     name = "container"
     capabilities: Mapping[str, bool] = capabilities(
         "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "cpu_class",
-        "pause_memory", "fork", "snapshot", "pack_diff", "trusted_supervisor",
+        "pause_memory", "fork", "snapshot", "rollback", "hibernate", "pack_diff", "trusted_supervisor",
     )  # fmt: skip
 
     def __init__(
@@ -115,7 +115,7 @@ class Container:
         fields = Fields(reply.payload)
         return Started(f"{spec.run_dir}/aether.sock", fields.u64(wire.T_PID), fields.u64(wire.T_INIT_PID))
 
-    async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool) -> None:
+    async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool, keep: bool = False) -> None:
         """Kill and remove whatever is left of a sandbox. Tried again once when who does it dies meanwhile."""
         request = (
             wire.text(wire.T_ID, sandbox_id)
@@ -123,6 +123,8 @@ class Container:
             + wire.text(wire.T_STATE_DIR, state_dir)
             + wire.u64(wire.T_MEDIUM, _medium(memory_disk))
         )
+        if keep:
+            request += wire.u64(wire.T_KEEP, 1)
         for attempt in range(2):
             try:
                 await (await self._running()).call(wire.F_REAP, request)
@@ -152,6 +154,16 @@ class Container:
     async def snapshot(self, name: str) -> tuple[int, str]:
         """The launcher's namespace holds the medium. The upper directory of the overlay is the tree."""
         return (await self._running()).pid, f"/.node/medium/{name}/u"
+
+    async def put_snapshot(self, sandbox_id: str, run_dir: str, name: str, identity: tuple[str, int] | None) -> None:
+        """A launcher that dies over it leaves at most what the next attempt removes."""
+        request = wire.text(wire.T_ID, sandbox_id) + wire.text(wire.T_RUN_DIR, run_dir) + wire.text(wire.T_VOLUME, name)
+        if identity is not None:
+            request += text_field(wire.T_HOSTNAME, identity[0], "hostname") + wire.u64(wire.T_UID_BASE, identity[1])
+        try:
+            await (await self._running()).call(wire.F_PUT_SNAPSHOT, request)
+        except ConnectionLost as error:
+            raise ResourceExhausted(f"sandbox {sandbox_id}: {error}", resource="launcher", retry_after=0.5) from error
 
     async def drop_snapshot(self, name: str) -> None:
         """A launcher that is gone took its snapshots along: the next one drops what it finds."""
@@ -256,6 +268,8 @@ class Container:
             parts.append(wire.text(wire.T_VOLUME, spec.volume))
         if spec.own_pids:
             parts.append(wire.u64(wire.T_OWN_PIDS, 1))
+        if spec.turn:
+            parts.append(wire.u64(wire.T_TURN, spec.turn))
         if spec.env:
             parts.append(env_fields(spec.env))
         return b"".join(parts)

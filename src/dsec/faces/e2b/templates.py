@@ -9,7 +9,7 @@ from dsec.faces.e2b.control import PAGE, PAGE_MAX, number
 from dsec.faces.e2b.errors import invalid, not_found, refused
 from dsec.faces.e2b.http import Request
 from libdsec import errors
-from libdsec.wire import SnapshotInfo
+from libdsec.copies import SnapshotInfo
 
 
 class Templates:
