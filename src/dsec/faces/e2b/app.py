@@ -18,6 +18,7 @@ from dsec.faces.e2b.errors import Failure, gone, not_found
 from dsec.faces.e2b.http import ClientGone, Receive, Request, Scope, Send
 from dsec.faces.e2b.keys import Keys, has_expired
 from dsec.faces.e2b.logs import Logs
+from dsec.faces.e2b.paths import begin
 from dsec.faces.e2b.templates import Templates
 from libdsec.errors import DSecError
 
@@ -161,6 +162,9 @@ class App:
         self._authorize(request, sandbox_id)
         box = await self.boxes.awake(sandbox_id)
         try:
+            box.used, below, box.fresh = True, box.fresh, None
+            if below is not None:
+                await begin(box, below)
             if path == ["files"] and request.method in ("GET", "POST"):
                 await (files.read if request.method == "GET" else files.write)(box, request)
                 return

@@ -25,6 +25,7 @@ OURS = "e2b."  # of label keys that are not the caller's
 MARK = OURS + "face"
 TEMPLATE, TIMEOUT, ON_TIMEOUT, AUTO_RESUME = OURS + "template", OURS + "timeout", OURS + "on-timeout", OURS + "auto-resume"
 PRUNE_EVERY = 60.0
+HOMES_MAX = 256  # stacks of layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Box:
         self.cut = asyncio.Event()  # set when it is paused, and then another one is made: its streams end
         self.processes: dict[int, Process] = {}
         self.homes: dict[str, str] = {}
+        self.used = False
+        self.fresh: dict[str, str] | None = None  # homes of users in its layers, until something is done in it
         self.cpu: tuple[float, float] | None = None  # when it was looked at, and the CPU seconds then
 
     def forget(self) -> None:
@@ -90,6 +93,7 @@ class Boxes:
         self.client = client
         self.settings = settings
         self._known: dict[str, Box] = {}
+        self._homes: dict[tuple[str, ...], dict[str, str]] = {}  # of users, by layers
         self._fork_memory: bool | None = None  # not asked yet
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -133,18 +137,25 @@ class Boxes:
             ttl_running_stop=None, init_user=self.settings.user, max_lifetime=lifetime, env=wanted.env_vars, labels=labels,
         )  # fmt: skip
         named = None if key is None else f"e2b-{key}"
+        made = True  # of layers alone
         try:
             sandbox = await self.client.run_container(args, idempotency_key=named)
         except errors.LayerNotFound:
             snapshot = await self.snapshot(wanted.template_id)
             if snapshot is None:
                 raise not_found(f"template {wanted.template_id!r}", "template_not_found") from None
+            made = False
             sandbox = await self.client.restore(
                 snapshot, labels=labels, env=wanted.env_vars, max_lifetime=lifetime, ttl_running_stop=None, idempotency_key=named
             )
         if sandbox.info.state is not State.RUNNING:  # of an earlier call with this key
             raise Failure(409, f"sandbox {sandbox.id} of this Idempotency-Key has ended", "idempotency_conflict")
-        return self._add(sandbox)
+        box = self._add(sandbox)
+        if made and key is None and not box.used:
+            if len(self._homes) >= HOMES_MAX:
+                self._homes.clear()
+            box.fresh = self._homes.setdefault(tuple(sandbox.info.layers), {})
+        return box
 
     async def snapshot(self, reference: str) -> str | None:
         """The id of a snapshot that is named by its id or its name."""

@@ -50,6 +50,14 @@ async def directory(box: Box, user: str | None) -> str:
     return workdir if workdir not in ("", "/") else await _home(box, user)
 
 
+async def begin(box: Box, below: dict[str, str]) -> None:
+    """Before the first call in a sandbox: its user's home is as in its layers, where it may be known from another sandbox."""
+    if not below and box.sandbox.info.user:
+        await _home(box, None)
+        below.update(box.homes)
+    box.homes.update(below)
+
+
 async def _home(box: Box, user: str | None) -> str:
     name = (user or box.sandbox.info.user or "root").partition(":")[0]
     if name not in box.homes:
