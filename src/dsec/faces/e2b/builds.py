@@ -61,7 +61,7 @@ class Builds:
         self.boxes = boxes
         self.keys = keys
         self._builds: dict[str, Build] = {}
-        self._home = Path(tempfile.mkdtemp(prefix="dsec-e2b-"))
+        self._made: Path | None = None
 
     async def close(self) -> None:
         """End what runs; nothing stays on the disk."""
@@ -69,7 +69,8 @@ class Builds:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(shutil.rmtree, self._home, ignore_errors=True)
+        if self._made is not None:
+            await asyncio.to_thread(shutil.rmtree, self._made, ignore_errors=True)
 
     async def request(self, request: Request) -> None:
         """A build is asked for; its steps come later."""
@@ -144,6 +145,13 @@ class Builds:
         lines = build.lines[offset : offset + number(params, "limit", _PAGE, _PAGE)]
         reply = {"templateID": build.template, "buildID": build_id, "status": build.status, "logs": [], "logEntries": lines}
         await request.json({**reply, **({"reason": build.reason} if build.reason is not None else {})})
+
+    @property
+    def _home(self) -> Path:
+        """Made when it is needed: most faces build nothing, and one that is killed cannot clean up."""
+        if self._made is None:
+            self._made = Path(tempfile.mkdtemp(prefix="dsec-e2b-"))
+        return self._made
 
     # how ------------------------------------------------------------------------------------------------------------------------
     def _get(self, template: str, build_id: str) -> Build:
