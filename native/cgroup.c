@@ -9,12 +9,14 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/inotify.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include "util.h"
 
 #define SOCKETS_LEAST (8u << 20)         // bytes that the sockets of a small sandbox may hold
 #define IDLE_SUFFIX "-idle"
+#define LEAST_NICE 19
 #ifndef SCHED_IDLE
 #define SCHED_IDLE 5
 #endif
@@ -210,9 +212,18 @@ int cgroup_join(const struct spec *spec, struct fault *f) {
   return 0;
 }
 
+// The output of best effort is not work that others wait for either; but a kill must come while they use all of the CPU.
+void class_supervise(const struct spec *spec) {
+  if (spec->cpu_class != CPU_BEST_EFFORT) return;
+  setpriority(PRIO_PROCESS, 0, LEAST_NICE);
+  write_at(AT_FDCWD, "/proc/self/autogroup", "19");      // where the kernel groups by session, that is what counts
+}
+
 int class_take(const struct spec *spec, struct fault *f) {
   const struct sched_param none = {0};
-  if (spec->cpu_class != CPU_BEST_EFFORT || node.idle_by == IDLE_BY_GROUP || !sched_setscheduler(0, SCHED_IDLE, &none)) return 0;
+  if (spec->cpu_class != CPU_BEST_EFFORT) return 0;
+  setpriority(PRIO_PROCESS, 0, 0);     // its supervisor's is not what a program expects; it matters little beside others with the same
+  if (node.idle_by == IDLE_BY_GROUP || !sched_setscheduler(0, SCHED_IDLE, &none)) return 0;
   return fault_host(f, errno, "let a process of %s yield to all others", spec->id);
 }
 

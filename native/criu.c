@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -100,6 +101,8 @@ static void __attribute__((noreturn)) first(struct sandbox *s, const struct criu
   sigprocmask(SIG_SETMASK, &none, NULL);
   for (int i = 0; c->restore && i < CG_COUNT; i++)
     if (s->box->join[i] >= 0 && write(s->box->join[i], "0", 1) != 1) tell(report, R_FAULT, errno);
+  // what it restores has the nice value of the dump, and later it has no right to leave its supervisor's
+  if (c->restore) setpriority(PRIO_PROCESS, 0, 0);
   if (setns(s->init_fd, spaces)) tell(report, R_FAULT, errno);
   pid_t beyond = c->last_pid + 1;      // neither it nor its helpers may have a pid that a task had
   struct clone_args a = {.flags = CLONE_PARENT | CLONE_CLEAR_SIGHAND};

@@ -199,6 +199,7 @@ static void create(uint32_t number, int userns, struct fault *f) {
   answered();
   close(CONTROL);
   close_fd(&node.init_fd);
+  class_supervise(&sandbox.spec);
   aether_main(&sandbox);
 }
 

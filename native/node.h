@@ -54,7 +54,8 @@ int cgroup_open(struct fault *f);                                     // fills n
 int cgroup_make(struct sandbox *s, struct fault *f);                  // the v2 group, into which PID 1 is born
 int cgroup_limit(struct sandbox *s, struct fault *f);                 // the v1 groups, and all limits
 int cgroup_join(const struct spec *spec, struct fault *f);            // from a process that has only the node's descriptors
-int class_take(const struct spec *spec, struct fault *f);             // SCHED_IDLE, where groups cannot make best effort yield
+void class_supervise(const struct spec *spec);                        // this process serves a sandbox of that class
+int class_take(const struct spec *spec, struct fault *f);             // this process is one of the sandbox: how it takes its turn
 void class_give(const struct spec *spec, pid_t thread);               // the same, for one that came from a sandbox of another class
 void cgroup_reclaim(struct sandbox *s);                               // gives back what it can; may take long
 void cgroup_swap(struct sandbox *s, int on);                          // v2: whether its pages may go out now

@@ -87,8 +87,10 @@ async def test_groups(node: Node, client: DSecClient) -> None:
     assert len(inside) == 3, "init, the command, the session's shell"
     assert {of_process(pid) for pid in inside} == {f"/{parent.name}/{best.id}"}
     assert parent.name not in of_process(supervisor), "deadlines and kills do not wait for the CPU that others leave"
-    shown = await best.run_shell("cat /proc/self/cgroup", check=True)
-    assert parent.name not in shown.stdout_text
+    nice = {box.id: os.getpriority(os.PRIO_PROCESS, supervisor_pid(node, box.id)) for box in (latency, best)}
+    assert nice == {latency.id: 0, best.id: 19}, "what it moves is no work that others wait for"
+    shown = await best.run_shell("cat /proc/self/cgroup; ps -o nice | tail -1", check=True)
+    assert parent.name not in shown.stdout_text and shown.stdout_text.split()[-1] == "0"
     await command.kill()
     for box in (default, latency, best):
         await box.stop()
