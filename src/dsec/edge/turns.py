@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ log = logging.getLogger("dsec.edge")
 _LEAVE = 60.0  # seconds for a supervisor to leave: it writes back what its sandbox wrote
 _TRIES = 3
 _GONE = "volume_not_found"
+_STOP = {cause: wire.text(wire.T_CAUSE, cause.value) for cause in Cause}
 
 
 def describe(config: EdgeConfig, sandbox: Sandbox, layers: Sequence[Layer], turn: int = 0, own_pids: bool = False) -> StartSpec:
@@ -350,6 +352,25 @@ class Turns(Snapshots, Pausing):
                     self._lie_down(sandbox, move.turn, 0)
         if not sandbox.ready.done():
             sandbox.ready.set_result(None)
+
+    async def end(self, sandbox: Sandbox, cause: Cause) -> None:
+        """End it through its supervisor, and wait for that; without one, from here."""
+        if sandbox.recovering is not None:
+            await asyncio.shield(sandbox.recovering)
+        if sandbox.state is State.ENDED or not self.table.known(sandbox.id):
+            return
+        if sandbox.state is State.HIBERNATED:
+            await self.end_hibernated(sandbox, cause, "asked to stop")
+            return
+        control = sandbox.control
+        if control is not None and not control.closed:
+            # its end comes as an event, or by way of a broken connection; the sweep looks after one that hangs
+            sandbox.stop_by = asyncio.get_running_loop().time() + self.config.stop_timeout
+            self.due(time.time() + self.config.stop_timeout)
+            control.call(wire.F_STOP, _STOP[cause])
+            await asyncio.shield(sandbox.ended)
+            return
+        await self.bury(sandbox, "there was no connection to its supervisor")
 
     async def end_hibernated(self, sandbox: Sandbox, cause: Cause, detail: str) -> None:
         """Its place, its files and its records go."""
