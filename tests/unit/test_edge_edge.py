@@ -4,8 +4,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,21 +14,6 @@ from dsec.edge import wire
 from dsec.edge.streams import Output
 from libdsec import errors
 from libdsec.wire import BatchRequest, Cause, Ending, ExecSpec, Health, LeaseRequest, Limits, State, StreamEvent
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """A test's own directory, gone after it: sockets and journals must not be left for the leak check of the run."""
-    yield tmp_path
-    shutil.rmtree(tmp_path)
-
-
-@pytest.fixture
-async def edge(home: Path) -> AsyncIterator[FakeEdge]:
-    made = FakeEdge(config(home))
-    await made.start()
-    yield made
-    await made.close(stop_sandboxes=True)
 
 
 def write_end(edge: FakeEdge, box: str, end: dict[str, object]) -> None:

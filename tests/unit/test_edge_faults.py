@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,20 +13,6 @@ from dsec.edge.supervisor import ConnectionLost
 from dsec.linux import limits
 from libdsec import errors
 from libdsec.wire import Cause, ExecSpec, ForkRequest, Limits, State
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    shutil.rmtree(tmp_path)
-
-
-@pytest.fixture
-async def edge(home: Path) -> AsyncIterator[FakeEdge]:
-    made = FakeEdge(config(home))
-    await made.start()
-    yield made
-    await made.close(stop_sandboxes=True)
 
 
 async def _ended(edge: FakeEdge, sandbox_id: str) -> None:

@@ -5,7 +5,6 @@ import asyncio
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,6 @@ from dsec.edge.supervisor import ConnectionLost, Control, Stream
 from dsec.edge.wire import Frame
 from libdsec import errors
 from libdsec.wire import Cause, CpuClass, ExecSpec, Limits, SignalRequest
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """Gone after the test, for the leak check of the run."""
-    yield tmp_path
-    shutil.rmtree(tmp_path)
-
 
 # journal -------------------------------------------------------------------------------------------------------------------------------
 

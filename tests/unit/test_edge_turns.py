@@ -4,7 +4,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,6 @@ from dsec.edge.snapshots import VERSION, Snapshot
 from libdsec import errors
 from libdsec.copies import RollbackRequest
 from libdsec.wire import Cause, ExecSpec, LeaseRequest, Limits, State
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    shutil.rmtree(tmp_path)
-
-
-@pytest.fixture
-async def edge(home: Path) -> AsyncIterator[FakeEdge]:
-    made = FakeEdge(config(home))
-    await made.start()
-    yield made
-    await made.close(stop_sandboxes=True)
 
 
 def kinds(edge: FakeEdge, box: str) -> list[tuple[str, int]]:
