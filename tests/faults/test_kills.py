@@ -99,7 +99,8 @@ async def test_launcher_and_supervisor_killed_together(own_node: Node) -> None:
             assert launcher is not None
             os.kill(supervisor, signal.SIGKILL)
             for _ in range(3):  # each one that is started for the clean-up
-                os.kill(launcher, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it was not needed any more
+                    os.kill(launcher, signal.SIGKILL)
                 until(lambda old=launcher: launcher_pid(own_node) not in (None, old) or own_node.cgroup_ids() == set(), 3)  # type: ignore[misc]
                 launcher = launcher_pid(own_node) or launcher
             if restart:
