@@ -34,7 +34,7 @@ HEAD = '''# ruff: noqa: E501
 """The synchronous client: the classes of `libdsec` without `async`. Made by tools/make_sync.py; do not edit.
 
     with SyncDSecClient() as client:
-        with client.run_container(DSecContainerRunArgs(container_image="base")) as box:
+        with client.run_container(DSecContainerRunArgs(container_image="bookworm")) as box:
             print(box.run_shell("echo hello").stdout_text)
 
 Everything runs on an event loop in a thread of its own; the client may be used from several threads. Callbacks run in worker threads.

@@ -14,7 +14,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -88,7 +88,7 @@ class PoolConfig(_Section, frozen=True):
     """Sandboxes that are made ahead."""
 
     max: NotNegative = 64  # in all pools together
-    images: Annotated[str, Meta(pattern=r"^\s*([^\s=]+=[0-9]{1,5}(\s+[^\s=]+=[0-9]{1,5})*)?\s*$")] = ""  # "IMAGE=SIZE IMAGE=SIZE"
+    images: Annotated[str, Meta(pattern=r"^\s*([^\s=]+=[0-9]{1,5}(\s+[^\s=]+=[0-9]{1,5})*)?\s*$"), "must be IMAGE=SIZE IMAGE=SIZE"] = ""
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
@@ -289,7 +289,14 @@ def _convert(known: Mapping[str, Any], key: str, given: Any, where: str, *, stri
     try:
         return msgspec.convert(given, field.type, strict=strict)
     except msgspec.ValidationError as e:
-        raise ConfigError(f"{where}: {key} = {given!r}: {e}") from e
+        raise ConfigError(f"{where}: {key} = {given!r}: {_rule(field.type) or e}") from e
+
+
+def _rule(kind: Any) -> str | None:
+    """What a value must be, where the type's own words would be a pattern or would not say."""
+    if get_origin(kind) is Literal:
+        return f"must be one of {', '.join(get_args(kind))}"
+    return next((word for word in getattr(kind, "__metadata__", ()) if isinstance(word, str)), None)
 
 
 def _refuse_unknown(env: Mapping[str, str], known: Mapping[str, Any]) -> None:

@@ -105,6 +105,37 @@ def test_terminal(node: Node, dsec: Dsec, python_image: str) -> None:
         dsec("stop", box)
 
 
+def test_one_of_several_that_fails_stops_none_of_the_others(dsec: Dsec, busybox_image: str) -> None:
+    one, two = (dsec("run", "-d", busybox_image).stdout.strip() for _ in range(2))
+    for verb in ("pause", "resume", "hibernate", "stop"):
+        done = dsec(verb, one, "nosuch", two)
+        assert (done.returncode, done.stdout.split()) == (125, [one, two]), verb
+        assert done.stderr.startswith("dsec: sandbox_not_found: ") and "nosuch" in done.stderr
+    removed = dsec("env", "rm", "no-such-env", "no-such-either")
+    assert removed.returncode == 125 and removed.stderr.count("dsec: layer_not_found: ") == 2
+
+
+def test_snapshots_by_the_beginning_of_their_ids(dsec: Dsec, busybox_image: str) -> None:
+    box = dsec("run", "-d", busybox_image).stdout.strip()
+    one, two = (dsec("snapshot", "create", box).stdout.strip() for _ in range(2))
+    held = dsec("layer", "rm", busybox_image)
+    assert held.returncode == 125 and f"snapshot {one}" in held.stderr and "sandbox snap-" not in held.stderr
+    assert dsec("snapshot", "rollback", box, one[:-6]).stdout.strip() == box
+    again = dsec("snapshot", "restore", two[:-6]).stdout.strip()
+    both = dsec("snapshot", "rm", "snap-")
+    assert both.returncode == 125 and "beginning of 2 snapshot ids" in both.stderr
+    done = dsec("snapshot", "rm", one[:-6], "snap-none", two[:-6])
+    assert (done.returncode, done.stdout.split()) == (125, [one, two]) and "snapshot_not_found" in done.stderr
+    assert dsec("stop", box, again).stdout.split() == [box, again]
+
+
+def test_stores_are_named_where_they_are_configured(dsec: Dsec, busybox_image: str) -> None:
+    for verb in ("push", "pull"):
+        here = dsec("layer", verb, busybox_image)
+        assert here.returncode == 125 and "reads your configuration" in here.stderr and "DSEC_REMOTE_STORE" in here.stderr
+    assert f"it is a layer: dsec layer push {busybox_image}" in dsec("env", "push", busybox_image).stderr
+
+
 def test_layers_and_environments(dsec: Dsec, busybox_image: str, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()

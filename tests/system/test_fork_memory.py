@@ -95,6 +95,7 @@ async def test_running_commands_go_on_in_every_child(node: Node, client: DSecCli
         seen = set()
         for child in children:
             assert {(c.id, c.ending) for c in await child.commands()} == {(count.id, Ending.RUNNING), (tree.id, Ending.RUNNING)}
+            assert {c.id: c.title for c in await child.commands()} == {count.id: "python3 /srv/counter.py 8", tree.id: loop}
             assert child.info.labels == {"job": "m", "branch": "1"}
             said = await lines(await child.command(count.id), 5)
             seen.add(said[0][3])

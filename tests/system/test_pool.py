@@ -16,6 +16,8 @@ from tests.harness import Node, cgroups_of, sandbox_processes, start_node, super
 from libdsec import Cause, DSecClient, DSecContainerRunArgs, Sandbox, SyncDSecClient, errors
 from libdsec.wire import PoolInfo
 
+PROGRAM = str(Path(sys.executable).with_name("dsec"))
+
 # What a program can learn, but for clocks and random names. The command's own pid, and those of the shell's children, show what ran before.
 LOOK = r"""
 hostname; cat /etc/hostname /etc/hosts; cat /etc/machine-id 2>/dev/null; stat -c '%n %a %u %g %s %h' /etc/hostname /etc/hosts / /etc /tmp /dev/shm
@@ -265,7 +267,7 @@ async def test_creators_come_first(tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_the_command_line(own: Node) -> None:
     def dsec(*words: str) -> str:
-        done = subprocess.run([f"{Path(sys.executable).parent}/dsec", *words], env=own.client_env(), capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([PROGRAM, *words], env=own.client_env(), capture_output=True, text=True, timeout=60, check=True)
         return done.stdout
 
     made = json.loads(dsec("pool", "set", "busybox", "--size", "2", "--memory", "128", "--json"))
@@ -275,12 +277,24 @@ def test_the_command_line(own: Node) -> None:
         assert time.monotonic() < end
     assert dsec("run", "busybox", "--memory", "128", "-e", "A=5", "--", "/bin/sh", "-c", "echo $A") == "5\n"
     row = dsec("pool", "ls").splitlines()
-    assert row[0].split()[:4] == ["ID", "IMAGE", "MEMORY", "CPUS"] and "128 MiB" in row[1]
+    assert row[0].split()[:9] == ["ID", "IMAGE", "MEMORY", "CPUS", "CLASS", "DISK", "PIDS", "USER", "WORKDIR"] and "128 MiB" in row[1]
     assert json.loads(dsec("pool", "ls", "--json"))[0]["hits"] == 1
-    assert dsec("pool", "rm", "busybox", "--memory", "128").strip() == made[0]["id"]
+    other = json.loads(dsec("pool", "set", "busybox", "--size", "1", "--memory", "256", "--pids", "77", "--json"))[0]["id"]
+    two = subprocess.run([PROGRAM, "pool", "rm", "busybox"], env=own.client_env(), capture_output=True, text=True, timeout=60)
+    assert two.returncode == 125 and two.stdout == "" and made[0]["id"] in two.stderr and other in two.stderr and "77 pids" in two.stderr
+    assert len(json.loads(dsec("pool", "ls", "--json"))) == 2
+    assert dsec("pool", "rm", other).strip() == other
+    assert [pool["id"] for pool in json.loads(dsec("pool", "ls", "--json"))] == [made[0]["id"]]
+    assert dsec("pool", "rm", "busybox").strip() == made[0]["id"]
     assert json.loads(dsec("pool", "ls", "--json")) == []
+    none = subprocess.run([PROGRAM, "pool", "rm", "busybox"], env=own.client_env(), capture_output=True, text=True, timeout=60)
+    assert none.returncode == 125 and none.stderr.startswith("dsec: not_found: ")
     with SyncDSecClient(own.url, api_key=own.key) as client:
         assert client.set_pool(args(), 1).size == 1 and [pool.size for pool in client.pools()] == [1]
         assert client.set_pool(args(), 0).ready == 0 and client.pools() == []
+        made_here = client.set_pool(args(), 1)
+        assert client.remove_pool(made_here.id).size == 0 and client.pools() == []
+        with pytest.raises(errors.NotFound):
+            client.remove_pool(made_here.id)
 
 

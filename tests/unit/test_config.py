@@ -90,6 +90,19 @@ def test_refused_environment_and_flag() -> None:
         load("/no/such/dsec.toml", env={})
 
 
+@pytest.mark.parametrize(
+    ("key", "given", "message"),
+    [
+        ("memory.swap", "bogus", "must be one of auto, file, zram, off"),
+        ("sandbox.cpu_class", "fast", "must be one of latency, best_effort"),
+        ("pool.images", "base", "must be IMAGE=SIZE IMAGE=SIZE"),
+    ],
+)
+def test_what_is_allowed_is_said(key: str, given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"flag: {key} = {given!r}: {message}") + "$"):
+        load(env={}, flags={key: given})
+
+
 def test_tls_allows_any_address() -> None:
     loaded = load(env={}, flags={"listen": "[::]:7432", "tls_cert": "/c", "tls_key": "/k"})
     assert loaded.config.address == ("::", 7432)

@@ -46,6 +46,16 @@ async def test_create_exec_stop(edge: FakeEdge) -> None:
         await edge.exec("nosuch", argv("echo"))
 
 
+async def test_zero_is_never_whatever_the_default_of_auto_pause(home: Path) -> None:
+    edge = FakeEdge(config(home, auto_pause=60.0))
+    await edge.start()
+    assert (await edge.create(spec())).auto_pause == 60
+    never = await edge.create(spec(auto_pause=0))
+    assert never.auto_pause is None
+    assert (await edge.lease((await edge.create(spec())).id, LeaseRequest(auto_pause=0))).auto_pause is None
+    await edge.close(True)
+
+
 async def test_one_key_is_one_sandbox_however_many_ask(edge: FakeEdge) -> None:
     edge.backend.delay = 0.05
     infos = await asyncio.gather(*(edge.create(spec(), "k") for _ in range(5)))

@@ -213,6 +213,17 @@ async def test_no_fill_where_memory_is_short(home: Path, monkeypatch: pytest.Mon
     await edge.close(True)
 
 
+async def test_one_of_several_of_an_image_is_removed_by_its_id(edge: FakeEdge) -> None:
+    plain = await edge.set_pool(PoolRequest(spec=spec(), size=1))
+    large = await edge.set_pool(PoolRequest(spec=SandboxSpec(image="base", limits=Limits(memory_mb=64)), size=1))
+    await until(lambda: len(waiting(edge)) == 2)
+    assert (await edge.remove_pool(plain.id)).size == 0
+    assert [pool.id for pool in edge.list_pools()] == [large.id] and len(waiting(edge)) == 1
+    with pytest.raises(errors.NotFound, match=plain.id):
+        await edge.remove_pool(plain.id)
+    assert [pool.id for pool in edge.list_pools()] == [large.id]
+
+
 async def test_pools_end_with_the_node_and_come_again(home: Path) -> None:
     edge = FakeEdge(config(home, pools=(("base", 2),)))
     await edge.start()

@@ -102,7 +102,11 @@ async def test_pins_hold_layers(images: Images) -> None:
     base = put(images, "base", b"1")
     images.pin([base], "sb1")
     images.pin([base], "sb2")
-    assert (await images.get("base")).used_by == ["sandbox sb1", "sandbox sb2"]
+    images.pin([base], "snap-1")
+    images.pin([base], "sb2.f1")
+    assert (await images.get("base")).used_by == ["sandbox sb1", "sandbox sb2", "snapshot snap-1", "fork sb2.f1"]
+    images.unpin("snap-1")
+    images.unpin("sb2.f1")
     images.unpin("sb1")
     images.unpin("never-there")
     with pytest.raises(LayerInUse) as caught:

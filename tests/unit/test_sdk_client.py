@@ -98,6 +98,12 @@ def served(tmp_path: Path) -> Iterator[Api]:
     loop.close()
 
 
+@pytest.mark.parametrize("call", ["pause_all", "resume_all", "hibernate_all", "stop_all", "list"])
+async def test_labels_are_a_mapping(call: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match="must be a mapping"):
+        await getattr(DSecClient("http://127.0.0.1:1", KEY), call)("job=42")
+
+
 async def ended(sandbox: str, command: str, timeout: float | None = None) -> ExecResult:
     return ExecResult(id=command, sandbox=sandbox, ending=Ending.EXITED, exit_code=0)
 

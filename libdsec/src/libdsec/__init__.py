@@ -1,7 +1,7 @@
 """The client SDK of dsec.
 
     async with DSecClient() as client:
-        box = await client.run_container(DSecContainerRunArgs(container_image="base"))
+        box = await client.run_container(DSecContainerRunArgs(container_image="bookworm"))
         async with box:
             result = await box.run_shell("echo hello")
             print(result.stdout_text, result.exit_code)

@@ -22,7 +22,7 @@ class DSecContainerRunArgs:
     ttl_running_stop: float | None = 300  # idle timeout: seconds without a running command, an attached stream or a request; None: never
     network_rules: Mapping[str, bool] | None = None  # None: no network but loopback
     init_user: str | None = "root"  # None: the image's USER
-    auto_pause: float | None = None  # seconds idle, by the same measure, after which it is paused; None: never
+    auto_pause: float | None = None  # seconds idle, by the same measure, after which it is paused; 0: never; None: the node's default
     max_lifetime: float | None = None  # seconds after creation; None: never
     disk_mb: int | None = None
     pids: int | None = None

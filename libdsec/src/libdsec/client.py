@@ -249,6 +249,10 @@ class DSecClient:
         """What is made ahead."""
         return _pools((await self._api.exchange("GET", "/v1/pools"))[1])
 
+    async def remove_pool(self, id: str) -> PoolInfo:
+        """Keep none of this pool any more. NotFound when there is none of this id."""
+        return await self._api.call("DELETE", path("pools", id), PoolInfo)
+
     # the node -------------------------------------------------------------------------------------------------------------------
     async def node(self) -> NodeInfo:
         """What the node is and can do."""
@@ -340,6 +344,8 @@ def _item(api: Api, item: BatchItem) -> Sandbox | DSecError:
 
 
 def _labels(labels: Mapping[str, str] | None) -> list[str]:
+    if labels is not None and not isinstance(labels, Mapping):
+        raise InvalidRequest(f"labels is {labels!r}, must be a mapping such as {{'job': '42'}}", field="labels")
     return [f"{key}={value}" for key, value in (labels or {}).items()]
 
 

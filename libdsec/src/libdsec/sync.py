@@ -2,7 +2,7 @@
 """The synchronous client: the classes of `libdsec` without `async`. Made by tools/make_sync.py; do not edit.
 
     with SyncDSecClient() as client:
-        with client.run_container(DSecContainerRunArgs(container_image="base")) as box:
+        with client.run_container(DSecContainerRunArgs(container_image="bookworm")) as box:
             print(box.run_shell("echo hello").stdout_text)
 
 Everything runs on an event loop in a thread of its own; the client may be used from several threads. Callbacks run in worker threads.
@@ -795,6 +795,10 @@ class SyncDSecClient(_Wrapper):
     def pools(self) -> PoolInfos:
         """What is made ahead."""
         return self._portal.run(self._inner.pools())
+
+    def remove_pool(self, id: str) -> PoolInfo:
+        """Keep none of this pool any more. NotFound when there is none of this id."""
+        return self._portal.run(self._inner.remove_pool(id))
 
     def node(self) -> NodeInfo:
         """What the node is and can do."""

@@ -103,7 +103,7 @@ class SandboxSpec(Model):
     disk: str = "default"  # "default": the node's quota medium; "memory": tmpfs, charged to the memory limit
     max_lifetime: float | None = None  # seconds after creation; None: never
     idle_timeout: float | None = None  # seconds without a running command, an attached stream or a request; None: never
-    auto_pause: float | None = None  # seconds idle, by the same measure, after which it is paused; None: never
+    auto_pause: float | None = None  # seconds idle, by the same measure, after which it is paused; 0: never; None: the node's default
     network_rules: dict[str, bool] = msgspec.field(default_factory=dict)  # empty: no network but loopback
     user: str | None = None  # None: the image's USER
     workdir: str | None = None

@@ -140,6 +140,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/pools", sandboxes.pools, "What is made ahead", reply=list[PoolInfo]),
     Route("PUT", "/v1/pools", sandboxes.set_pool, "Keep so many sandboxes of one kind ready, in the place of what was asked for that kind",
           body=PoolRequest, reply=PoolInfo),
+    Route("DELETE", "/v1/pools/{pool}", sandboxes.remove_pool, "Keep none of this pool any more", reply=PoolInfo),
     Route("POST", _S + "/pack", sandboxes.pack, "Make a layer and an environment of what the sandbox changed", body=PackRequest,
           reply=PackResult),
     # layers and environments

@@ -122,6 +122,10 @@ async def set_pool(parts: Parts, request: Request) -> None:
     await request.reply(await parts.edge.set_pool(wanted))
 
 
+async def remove_pool(parts: Parts, request: Request) -> None:
+    await request.reply(await parts.edge.remove_pool(request.path["pool"]))
+
+
 async def pack(parts: Parts, request: Request) -> None:
     wanted: PackRequest = request.body
     request.watch()  # nobody else could use the result of a long build

@@ -64,6 +64,36 @@ def guarded(work: Coroutine[Any, Any, T]) -> T:
         raise typer.Exit(130) from None
 
 
+def each(references: Sequence[str], work: Callable[[DSecClient, str], Awaitable[str]]) -> None:
+    """Do `work` for each of several names and print what it gives. One that cannot be done stops none of the others."""
+
+    async def all_of_them(client: DSecClient) -> list[DSecError]:
+        return await each_of(client, references, work)
+
+    report(call(all_of_them))
+
+
+async def each_of(client: DSecClient, references: Sequence[str], work: Callable[[DSecClient, str], Awaitable[str]]) -> list[DSecError]:
+    """Errors of what could not be done; what could be is printed."""
+    from libdsec.errors import DSecError
+
+    errors: list[DSecError] = []
+    for reference in references:
+        try:
+            print(await work(client, reference), flush=True)
+        except DSecError as error:
+            errors.append(error)
+    return errors
+
+
+def report(errors: Sequence[DSecError]) -> None:
+    """Say what could not be done, and end as for the first of it."""
+    for error in errors:
+        say(f"{error.code}: {error.message}")
+    if errors:
+        raise typer.Exit(status_of(errors[0]))
+
+
 def status_of(error: DSecError) -> int:
     """The exit status that stands for an error of the platform; a shell's own two for programs that cannot start."""
     from libdsec.errors import BinaryNotFound, NotExecutable
@@ -148,6 +178,19 @@ async def find(client: DSecClient, reference: str) -> Sandbox:
         if matching:
             return await client.connect(matching[0].id)
     raise SandboxNotFound(f"no sandbox is named {reference!r} or has an id that begins so")
+
+
+async def find_snapshot(client: DSecClient, reference: str) -> str:
+    """The id of a snapshot, from the beginning of an id that no other has."""
+    from libdsec.errors import InvalidRequest, SnapshotNotFound
+
+    ids = [info.id for info in await client.snapshots.list()]
+    matching = [reference] if reference in ids else [id for id in ids if id.startswith(reference)]
+    if len(matching) > 1:
+        raise InvalidRequest(f"{reference!r} is the beginning of {len(matching)} snapshot ids")
+    if not matching:
+        raise SnapshotNotFound(f"no snapshot has an id that begins with {reference!r}")
+    return matching[0]
 
 
 def complete_sandbox(incomplete: str) -> list[tuple[str, str]]:

@@ -116,8 +116,8 @@ def pull(
 def rm(name: Annotated[list[str], typer.Argument()]) -> None:
     """Remove environments; their layers stay."""
 
-    async def work(client: DSecClient) -> None:
-        for one in name:
-            await client.environments.remove(one)
+    async def work(client: DSecClient, one: str) -> str:
+        await client.environments.remove(one)
+        return one
 
-    common.call(work)
+    common.each(name, work)

@@ -81,11 +81,10 @@ def _shown(info: LayerInfo) -> str:
 def rm(layer: Annotated[list[str], typer.Argument(help="Names or digests.")]) -> None:
     """Remove names; a layer without a name and without users goes."""
 
-    async def work(client: DSecClient) -> None:
-        for reference in layer:
-            print((await client.layers.remove(reference)).digest)
+    async def work(client: DSecClient, reference: str) -> str:
+        return (await client.layers.remove(reference)).digest
 
-    common.call(work)
+    common.each(layer, work)
 
 
 @app.command("gc")
@@ -152,7 +151,7 @@ def verify(layer: Annotated[list[str], typer.Argument(help="Names or digests.")]
 
 @app.command("push")
 def push(name: Annotated[str, typer.Argument(help="Name or digest.")], as_json: Annotated[bool, common.JSON] = False) -> None:
-    """Send a layer of this machine and what is below it to the store (`remote.store`); works with no node running."""
+    """Send a layer of this machine and what is below it to the store (`remote.store` of your configuration); works with no node running."""
 
     async def work(images: Images, report: Callable[[Progress], None]) -> dict[str, Any]:
         return await last(images.push_layer(name), report)
@@ -174,7 +173,7 @@ def pull(
     label: Annotated[str | None, typer.Option("--name", help="Name in the catalog of this machine.")] = None,
     as_json: Annotated[bool, common.JSON] = False,
 ) -> None:
-    """Bring a layer and what is below it from the store (`remote.store`); works with no node running."""
+    """Bring a layer and what is below it from the store (`remote.store` of your configuration); works with no node running."""
 
     async def work(images: Images, report: Callable[[Progress], None]) -> dict[str, Any]:
         return await last(images.pull_layer(name, lazy=lazy, name=label), report)
@@ -193,9 +192,15 @@ def _exchange(what: str, work: Callable[[Images, Callable[[Progress], None]], Aw
     from dsec.images.service import Images
     from dsec.linux.tools import Tools
     from dsec.node import remote_settings
+    from libdsec.errors import Unavailable
 
     async def run() -> dict[str, Any]:
         config = loaded().config
+        if not config.remote.store:
+            raise Unavailable(
+                "no store of layers is configured: this command reads your configuration, not the node's; set DSEC_REMOTE_STORE, or "
+                "remote.store in dsec.toml"
+            )
         images = Images(config.state, Tools(config.tools_dir or config.state / "tools"), remote=remote_settings(config.remote))
         try:
             with progress(what) as report:

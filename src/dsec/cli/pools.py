@@ -8,51 +8,57 @@ import typer
 from dsec.cli import common
 
 if TYPE_CHECKING:
-    from libdsec import DSecClient, DSecContainerRunArgs
+    from libdsec import DSecClient
     from libdsec.wire import PoolInfo
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Sandboxes that are made ahead.")
 
-Image = Annotated[str, typer.Argument(help="Environment, layer or digest.")]
-Memory = Annotated[int | None, typer.Option(metavar="MB", help="Memory limit.")]
-Cpus = Annotated[float | None, typer.Option(help="CPU limit, in cores.")]
-CpuClass = Annotated[str | None, common.CPU_CLASS]
-Disk = Annotated[int | None, typer.Option(metavar="MB", help="Limit of the writable layer.")]
-Pids = Annotated[int | None, typer.Option(help="Process limit.")]
-User = Annotated[str | None, typer.Option("-u", "--user", help="[default: the image's]")]
-Workdir = Annotated[str | None, typer.Option("-w", "--workdir")]
-
 
 @app.command("set")
 def set_(
-    image: Image,
+    image: Annotated[str, typer.Argument(help="Environment, layer or digest.")],
     size: Annotated[int, typer.Option(help="How many are kept ready; 0: none.")],
-    memory: Memory = None,
-    cpus: Cpus = None,
-    cpu_class: CpuClass = None,
-    disk: Disk = None,
-    pids: Pids = None,
-    user: User = None,
-    workdir: Workdir = None,
+    memory: Annotated[int | None, typer.Option(metavar="MB", help="Memory limit.")] = None,
+    cpus: Annotated[float | None, typer.Option(help="CPU limit, in cores.")] = None,
+    cpu_class: Annotated[str | None, common.CPU_CLASS] = None,
+    disk: Annotated[int | None, typer.Option(metavar="MB", help="Limit of the writable layer.")] = None,
+    pids: Annotated[int | None, typer.Option(help="Process limit.")] = None,
+    user: Annotated[str | None, typer.Option("-u", "--user", help="[default: the image's]")] = None,
+    workdir: Annotated[str | None, typer.Option("-w", "--workdir")] = None,
     as_json: Annotated[bool, common.JSON] = False,
 ) -> None:
     """Keep sandboxes ready for `dsec run` with the same image, limits, user and working directory. It goes on in the background."""
-    _show([_set(image, size, memory, cpus, cpu_class, disk, pids, user, workdir)], as_json)
+    from libdsec import DSecContainerRunArgs
+
+    args = DSecContainerRunArgs(
+        container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, cpu_class=cpu_class, disk_mb=disk, pids=pids, init_user=user,
+        workdir=workdir,
+    )  # fmt: skip
+
+    async def work(client: DSecClient) -> PoolInfo:
+        return await client.set_pool(args, size)
+
+    _show([common.call(work)], as_json)
 
 
 @app.command("rm")
 def rm(
-    image: Image,
-    memory: Memory = None,
-    cpus: Cpus = None,
-    cpu_class: CpuClass = None,
-    disk: Disk = None,
-    pids: Pids = None,
-    user: User = None,
-    workdir: Workdir = None,
+    pools: Annotated[list[str], typer.Argument(metavar="ID|IMAGE...", help="Ids as `ls` shows them, or an image that has one pool.")],
 ) -> None:
-    """Keep none of this kind any more."""
-    print(_set(image, 0, memory, cpus, cpu_class, disk, pids, user, workdir).id)
+    """Keep none of these any more."""
+
+    async def work(client: DSecClient, reference: str) -> str:
+        from libdsec.errors import InvalidRequest, NotFound
+
+        infos = await client.pools()
+        found = [info for info in infos if info.id == reference] or [info for info in infos if info.image == reference]
+        if not found:
+            raise NotFound(f"no pool has the id or the image {reference!r}")
+        if len(found) > 1:
+            raise InvalidRequest(f"{reference!r} has {len(found)} pools, say which: {'; '.join(map(_line, found))}")
+        return (await client.remove_pool(found[0].id)).id
+
+    common.each(pools, work)
 
 
 @app.command("ls")
@@ -65,29 +71,28 @@ def ls(as_json: Annotated[bool, common.JSON] = False) -> None:
     _show(common.call(work), as_json)
 
 
-def _set(
-    image: str, size: int, memory: int | None, cpus: float | None, cpu_class: str | None, disk: int | None, pids: int | None,
-    user: str | None, workdir: str | None,
-) -> PoolInfo:  # fmt: skip
-    from libdsec import DSecContainerRunArgs
-
-    args: DSecContainerRunArgs = DSecContainerRunArgs(
-        container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, cpu_class=cpu_class, disk_mb=disk, pids=pids, init_user=user,
-        workdir=workdir,
-    )  # fmt: skip
-
-    async def work(client: DSecClient) -> PoolInfo:
-        return await client.set_pool(args, size)
-
-    return common.call(work)
-
-
 def _show(infos: list[PoolInfo], as_json: bool) -> None:
     if as_json:
         common.show_json(infos)
         return
     common.show_table(
-        ("id", "image", "memory", "cpus", "user", "ready", "size", "hits", "misses", "error"),
-        ((i.id, i.image or f"{len(i.layers or ())} layers", f"{i.limits.memory_mb} MiB", i.limits.cpu_cores, i.user,
-          i.ready, i.size, i.hits, i.misses, i.error or "-") for i in infos),
+        ("id", "image", "memory", "cpus", "class", "disk", "pids", "user", "workdir", "ready", "size", "hits", "misses", "error"),
+        ((i.id, _image(i), *_kind(i), i.ready, i.size, i.hits, i.misses, i.error or "-") for i in infos),
     )  # fmt: skip
+
+
+def _image(info: PoolInfo) -> str:
+    return info.image or f"{len(info.layers or ())} layers"
+
+
+def _kind(info: PoolInfo) -> tuple[object, ...]:
+    """What a create has to ask for to get one of it."""
+    limits = info.limits
+    disk = f"{limits.disk_mb} MiB" if info.disk == "default" else info.disk
+    cpu = info.cpu_class.value.replace("_", " ")
+    return f"{limits.memory_mb} MiB", limits.cpu_cores, cpu, disk, limits.pids, info.user or "-", info.workdir or "-"
+
+
+def _line(info: PoolInfo) -> str:
+    memory, cpus, cpu_class, disk, pids, user, workdir = _kind(info)
+    return f"{info.id} ({memory}, {cpus} cores, {cpu_class}, disk {disk}, {pids} pids, {user}, {workdir})"

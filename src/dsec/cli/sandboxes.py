@@ -9,7 +9,7 @@ import typer
 from dsec.cli import common
 
 if TYPE_CHECKING:
-    from libdsec import DSecClient, ExecResult, Sandbox
+    from libdsec import DSecClient, DSecError, ExecResult, Sandbox
     from libdsec.wire import CommandInfo, SandboxInfo
 
 LEFT_BEHIND = 60.0  # seconds after which the sandbox of a `run` that was killed ends
@@ -35,7 +35,7 @@ def run(
     disk: Annotated[int | None, typer.Option(metavar="MB", help="Limit of the writable layer.")] = None,
     pids: Annotated[int | None, typer.Option(help="Process limit.")] = None,
     idle: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="Stop when idle for so long.")] = None,
-    auto_pause: Annotated[float | None, typer.Option(metavar="SECONDS", help="Pause when idle for so long.")] = None,
+    auto_pause: Annotated[float | None, typer.Option(metavar="SECONDS", help="Pause when idle for so long; 0: never.")] = None,
     max_lifetime: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop so long after creation.  [default: never]")] = None,
     user: Annotated[str | None, typer.Option("-u", "--user", help="name, uid, or either with :group.  [default: the image's]")] = None,
     workdir: Annotated[str | None, typer.Option("-w", "--workdir")] = None,
@@ -239,22 +239,23 @@ def _each(what: str, sandboxes: list[str] | None, label: list[str]) -> None:
     if not sandboxes and not label:
         common.fail("invalid_request: name sandboxes or --label", 2)
 
-    async def work(client: DSecClient) -> int:
-        bad = 0
-        for reference in sandboxes or []:
-            box = await common.find(client, reference)
-            print((await getattr(box, what)()).id)
+    async def one(client: DSecClient, reference: str) -> str:
+        id: str = (await getattr(await common.find(client, reference), what)()).id
+        return id
+
+    async def work(client: DSecClient) -> list[DSecError]:
+        from libdsec import DSecError
+
+        errors = await common.each_of(client, sandboxes or [], one)
         if label:
-            labels = common.pairs(label, "--label")
-            for item in await getattr(client, f"{what}_all")(labels):
-                if isinstance(item, Exception):
-                    common.say(str(item))
-                    bad = 1
+            for item in await getattr(client, f"{what}_all")(common.pairs(label, "--label")):
+                if isinstance(item, DSecError):
+                    errors.append(item)
                 else:
                     print(item.id)
-        return bad
+        return errors
 
-    raise typer.Exit(common.call(work))
+    common.report(common.call(work))
 
 
 def stop(
@@ -266,11 +267,14 @@ def stop(
     if not sandboxes and not label and not everything:
         common.fail("invalid_request: name sandboxes, --label or --all", 2)
 
-    async def work(client: DSecClient) -> list[SandboxInfo]:
-        ended = [await (await common.find(client, reference)).stop() for reference in sandboxes or []]
-        if label or everything:
-            ended += await client.stop_all(common.pairs(label, "--label"), everything=everything)
-        return ended
+    async def one(client: DSecClient, reference: str) -> str:
+        return (await (await common.find(client, reference)).stop()).id
 
-    for info in common.call(work):
-        print(info.id)
+    async def work(client: DSecClient) -> list[DSecError]:
+        errors = await common.each_of(client, sandboxes or [], one)
+        if label or everything:
+            for info in await client.stop_all(common.pairs(label, "--label"), everything=everything):
+                print(info.id)
+        return errors
+
+    common.report(common.call(work))

@@ -48,26 +48,25 @@ def ls(
 
 
 @app.command("rm")
-def rm(snapshot: Annotated[list[str], typer.Argument(help="Ids.")]) -> None:
+def rm(snapshot: Annotated[list[str], typer.Argument(help="Ids, or beginnings of ids.")]) -> None:
     """Forget snapshots; sandboxes that were made of them are not touched."""
 
-    async def work(client: DSecClient) -> None:
-        for one in snapshot:
-            print((await client.snapshots.remove(one)).id)
+    async def work(client: DSecClient, reference: str) -> str:
+        return (await client.snapshots.remove(await common.find_snapshot(client, reference))).id
 
-    common.call(work)
+    common.each(snapshot, work)
 
 
 @app.command("restore")
 def restore(
-    snapshot: Annotated[str, typer.Argument(help="Id of a snapshot.")],
+    snapshot: Annotated[str, typer.Argument(help="Id of a snapshot, or its beginning.")],
     name: Annotated[str | None, typer.Option(help="A name that no other live sandbox has.")] = None,
     idle: Annotated[float | None, typer.Option("--ttl", metavar="SECONDS", help="Stop when idle for so long.  [default: never]")] = None,
 ) -> None:
     """Make a sandbox that begins with the files of a snapshot, and print its id."""
 
     async def work(client: DSecClient) -> Sandbox:
-        return await client.restore(snapshot, name=name, ttl_running_stop=idle)
+        return await client.restore(await common.find_snapshot(client, snapshot), name=name, ttl_running_stop=idle)
 
     print(common.call(work).id)
 
@@ -75,12 +74,12 @@ def restore(
 @app.command("rollback")
 def rollback(
     sandbox: Annotated[str, common.SANDBOX],
-    snapshot: Annotated[str, typer.Argument(help="Id of a snapshot of it, or of one that it was forked with.")],
+    snapshot: Annotated[str, typer.Argument(help="Id of a snapshot of it or of one that it was forked with, or its beginning.")],
 ) -> None:
     """Give a sandbox the files of a snapshot. All its processes end; it stays the same sandbox."""
 
     async def work(client: DSecClient) -> SandboxInfo:
-        return await (await common.find(client, sandbox)).rollback(snapshot)
+        return await (await common.find(client, sandbox)).rollback(await common.find_snapshot(client, snapshot))
 
     print(common.call(work).id)
 

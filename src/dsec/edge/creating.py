@@ -162,7 +162,7 @@ class Creating(Recovery):
         memory_disk = spec.disk == "memory"
         if memory_disk:
             require(backend, "memory_disk", "disk=memory")
-        if spec.auto_pause is not None:
+        if spec.auto_pause:
             require(backend, "pause_memory", "auto_pause")
         source = None if spec.snapshot is None else self.source(spec.snapshot)
         if source is not None:
@@ -195,7 +195,7 @@ class Creating(Recovery):
         lifetime = spec.max_lifetime if spec.max_lifetime is not None else self.config.max_lifetime
         sandbox.deadline = None if lifetime is None else sandbox.created_at + lifetime
         sandbox.idle_timeout = spec.idle_timeout if spec.idle_timeout is not None else self.config.idle_timeout
-        sandbox.auto_pause = spec.auto_pause if spec.auto_pause is not None else self.config.auto_pause
+        sandbox.auto_pause = (spec.auto_pause if spec.auto_pause is not None else self.config.auto_pause) or None
         self.due(sandbox.deadline)
 
     async def _make(self, sandbox: Sandbox, backend: Backend, request_id: str | None) -> None:

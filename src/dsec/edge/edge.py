@@ -208,10 +208,10 @@ class Edge(Creating, Packing, Pressure, Files):
             idle = request.idle_timeout
             payload += wire.u64(wire.T_IDLE_NS, nanoseconds(idle))
         if request.auto_pause is not UNSET:
-            if request.auto_pause is not None:
+            if request.auto_pause:
                 check_lifetime("auto_pause", request.auto_pause)
                 require(self.backends[sandbox.backend], "pause_memory", f"a pause of sandbox {sandbox.id}")
-            auto_pause = request.auto_pause
+            auto_pause = request.auto_pause or None
             payload += wire.u64(wire.T_AUTO_PAUSE_NS, nanoseconds(auto_pause))
         if payload:
             await self.settled(sandbox)

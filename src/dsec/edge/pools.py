@@ -26,7 +26,7 @@ from dsec.edge.pool import AT_HAND_OUT, PLAIN, Pool, id_of, is_as, is_well, key_
 from dsec.edge.snapshots import Snapshots
 from dsec.edge.specs import check_spec
 from dsec.edge.supervisor import ConnectionLost
-from libdsec.errors import DSecError, InvalidRequest, ResourceExhausted, Unsupported
+from libdsec.errors import DSecError, InvalidRequest, NotFound, ResourceExhausted, Unsupported
 from libdsec.wire import Cause, CpuClass, Limits, PoolInfo, PoolRequest, SandboxSpec, State
 
 log = logging.getLogger("dsec.edge")
@@ -110,7 +110,7 @@ class Pooling(Snapshots):
 
     async def set_pool(self, request: PoolRequest) -> PoolInfo:
         """Keep so many sandboxes of this kind ready; 0: no more. The fill goes on in the background."""
-        spec, most = request.spec, self.config.max_pooled
+        spec = request.spec
         check_spec(spec)
         if spec.snapshot is not None:
             raise InvalidRequest("a pool is of an image or of layers, not of a snapshot", field="spec.snapshot")
@@ -129,22 +129,31 @@ class Pooling(Snapshots):
             image, limits = await self.resolve(spec), self._limits(spec)
             pool = self._same(spec) or self._pool(spec)
             pool.image, pool.limits = image, limits
+        return await self._decide(pool or self._pool(spec), request.size)
+
+    async def remove_pool(self, pool_id: str) -> PoolInfo:
+        """No more of this one. NotFound."""
+        pool = next((pool for pool in self._all_pools() if pool.id == pool_id), None)
         if pool is None:
-            pool = self._pool(spec)
+            raise NotFound(f"no pool {pool_id}", pool=pool_id)
+        return await self._decide(pool, 0)
+
+    async def _decide(self, pool: Pool, size: int) -> PoolInfo:
+        most = self.config.max_pooled
         others = sum(other.size for other in self._all_pools() if other is not pool)
-        if not 0 <= request.size <= most - others:
-            text = f"size is {request.size}, must be 0 to {most - others}: pool.max is {most}, other pools keep {others}"
+        if not 0 <= size <= most - others:
+            text = f"size is {size}, must be 0 to {most - others}: pool.max is {most}, other pools keep {others}"
             raise InvalidRequest(text, field="size")
         decided = dict(self._decided)
-        if request.size or pool.id in self._configured:
-            decided[pool.id] = Decision(pool.spec, request.size)
+        if size or pool.id in self._configured:
+            decided[pool.id] = Decision(pool.spec, size)
         else:
             decided.pop(pool.id, None)
         _write(f"{self.config.state_dir}/pools.json", _File(VERSION, list(decided.values())))
         self._decided = decided
-        pool = self._resize(pool.spec, request.size, pool)
+        pool = self._resize(pool.spec, size, pool)
         pool.error, pool.retry_at, pool.failures = None, 0.0, 0
-        if not request.size:
+        if not size:
             waiting, pool.ready = list(pool.ready), deque()
             await self._retire_all(waiting, "surplus")
         return pool.info()

@@ -21,7 +21,7 @@ from dsec.edge.lifecycle import Sandbox, random_text
 from dsec.edge.specs import check_labels
 from dsec.images.model import ResolvedImage
 from libdsec.copies import SnapshotInfo, SnapshotRequest
-from libdsec.errors import DSecError, InvalidRequest, LayerNotFound, ResourceExhausted, SnapshotNotFound, Unavailable
+from libdsec.errors import DSecError, InvalidRequest, LayerNotFound, ResourceExhausted, SandboxNotFound, SnapshotNotFound, Unavailable
 from libdsec.wire import CpuClass, ForkRequest, Limits, SandboxSpec
 
 log = logging.getLogger("dsec.edge")
@@ -150,6 +150,11 @@ class Snapshots(Core):
         if directory is None:
             raise Unavailable(f"the fork that sandbox {sandbox.id} belongs to has ended", sandbox=sandbox.id)
         await self.call(sandbox, wire.F_RESTORE, wire.text(wire.T_PATH, str(directory)), again=False)
+        with contextlib.suppress(SandboxNotFound):
+            titles = self.table.get(self.source(volume).sandbox).titles
+            for command in sorted(os.listdir(directory)):
+                if command in titles:
+                    sandbox.remember(command, titles[command])
 
     async def _image_env(self, sandbox: Sandbox) -> dict[str, str]:
         """ENV of the sandbox's image, while that name still stands for the same layers; of a sandbox made of a snapshot, the snapshot's."""

@@ -26,7 +26,8 @@ def check_spec(spec: SandboxSpec) -> None:
         raise InvalidRequest("a sandbox of a snapshot lies on the default disk", field="disk")
     if spec.disk not in ("default", "memory"):
         raise InvalidRequest(f"disk is {spec.disk!r}, must be 'default' or 'memory'", field="disk")
-    for name, value in (("max_lifetime", spec.max_lifetime), ("idle_timeout", spec.idle_timeout), ("auto_pause", spec.auto_pause)):
+    # 0 is the setting's word for never, which overrides the node's default
+    for name, value in (("max_lifetime", spec.max_lifetime), ("idle_timeout", spec.idle_timeout), ("auto_pause", spec.auto_pause or None)):
         if value is not None:
             check_lifetime(name, value)
     allowed = sorted(rule for rule, on in spec.network_rules.items() if on)

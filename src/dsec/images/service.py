@@ -191,7 +191,7 @@ class Images:
         self._pins.pop(sandbox_id, None)
 
     def _pinned(self, digest: str) -> Names:
-        return [f"sandbox {sandbox}" for sandbox, digests in self._pins.items() if digest in digests]
+        return [f"{_holder(name)} {name}" for name, digests in self._pins.items() if digest in digests]
 
     # -------------------------------------------------------------------------------------------------------------------------- layers
 
@@ -493,6 +493,10 @@ class Images:
             raise LayerNotFound(f"no environment {name!r}", environment=name)
         return found
 
+    def has_layer(self, reference: str) -> bool:
+        """Whether this names a layer of the catalog."""
+        return self._catalog.find(reference) is not None
+
     async def list_environments(self) -> Environments:
         """All, by name."""
         return self._catalog.environments()
@@ -501,6 +505,11 @@ class Images:
         """Forget the name; layers stay, and sandboxes made from it go on."""
         if not self._catalog.remove_environment(*split_reference(name)):
             raise LayerNotFound(f"no environment {name!r}", environment=name)
+
+
+def _holder(pin: str) -> str:
+    """What holds layers under this name: snapshots and copies that a fork is made of do, beside sandboxes."""
+    return "snapshot" if pin.startswith("snap-") else "fork" if "." in pin else "sandbox"
 
 
 def _absolute(path: str, field: str) -> Path:

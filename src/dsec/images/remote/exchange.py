@@ -43,7 +43,12 @@ async def push(images: Images, remote: Remote, reference: str) -> AsyncGenerator
 
 async def push_environment(images: Images, remote: Remote, name: str) -> AsyncGenerator[Progress, None]:
     """Push an environment: its layers, the manifest with their digests in the store, its tag. The last line's `result`: as for a layer."""
-    spec = spec_of(await images.get_environment(name))
+    try:
+        spec = spec_of(await images.get_environment(name))
+    except LayerNotFound:
+        if not images.has_layer(name):
+            raise
+        raise LayerNotFound(f"no environment {name!r}: it is a layer: dsec layer push {name}", environment=name) from None
     base, tag = split_reference(name)
     pushed: dict[str, str] = {}
     sent: list[transfer.Sent] = []

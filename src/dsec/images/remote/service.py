@@ -68,7 +68,7 @@ class Remote:
         """The configured store. Unavailable when there is none."""
         if self._store is None:
             if not self.settings.store:
-                raise Unavailable("no store of layers is configured (remote.store)")
+                raise Unavailable("the node has no store of layers: set remote.store in its dsec.toml, or DSEC_REMOTE_STORE for `dsec up`")
             self._store = open_store(self.settings.store)
         return self._store
 
