@@ -13,7 +13,7 @@ from dsec.edge import journal as lines
 from dsec.edge import wire
 from dsec.edge.streams import Output
 from libdsec import errors
-from libdsec.wire import BatchRequest, Cause, Ending, ExecSpec, Health, LeaseRequest, Limits, State, StreamEvent
+from libdsec.wire import BatchRequest, Cause, Ending, ExecSpec, ForkRequest, Health, LeaseRequest, Limits, State, StreamEvent
 
 
 def write_end(edge: FakeEdge, box: str, end: dict[str, object]) -> None:
@@ -53,6 +53,9 @@ async def test_zero_is_never_whatever_the_default_of_auto_pause(home: Path) -> N
     never = await edge.create(spec(auto_pause=0))
     assert never.auto_pause is None
     assert (await edge.lease((await edge.create(spec())).id, LeaseRequest(auto_pause=0))).auto_pause is None
+    edge.backend.capabilities = {**edge.backend.capabilities, "fork": True}
+    (child,) = await edge.fork(never.id, ForkRequest(n=1))
+    assert child.sandbox is not None and child.sandbox.auto_pause is None
     await edge.close(True)
 
 

@@ -237,7 +237,7 @@ class Snapshots(Core):
             sandbox.spec, image=None, layers=None, snapshot=made.id, name=None, hostname=None, labels={**sandbox.labels, **request.labels},
             limits=sandbox.limits, cpu_class=request.cpu_class or sandbox.cpu_class, max_lifetime=request.max_lifetime,
             idle_timeout=sandbox.idle_timeout if request.idle_timeout is msgspec.UNSET else request.idle_timeout,
-            auto_pause=sandbox.auto_pause,
+            auto_pause=sandbox.auto_pause or 0,  # never, whatever the default
         )  # fmt: skip
         return made, spec
 
