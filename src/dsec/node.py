@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import gc
 import json
@@ -50,7 +51,9 @@ from libdsec.wire import CpuClass
 
 log = logging.getLogger("dsec.node")
 CHECKS_KEPT = 300.0
-FACE_PAUSE = 0.5  # seconds before the process of a face is started again, at first
+FACE_START = 30.0  # seconds in which the process of a face must serve
+FACE_PAUSE, FACE_PAUSE_MAX = 0.5, 30.0  # seconds before it is started again, at first and at most
+FACE_LEFT = 3.0  # seconds that the face of a node that was killed may take to leave its port
 
 
 class CannotStart(Exception):
@@ -72,7 +75,9 @@ async def run(config: Config) -> None:
         key = api_key(config.key_path)
         tls = _tls(config)
         listening = stack.enter_context(contextlib.closing(_listen(config, tls is not None)))
+        stack.callback((config.run / "node.sock").unlink, missing_ok=True)  # of a node that could not start, too
         local = stack.enter_context(contextlib.closing(_listen_unix(config.run / "node.sock")))
+        face = stack.enter_context(contextlib.closing(await _listen_face(config.e2b.listen))) if config.e2b.listen else None
 
         images = stack.enter_context(contextlib.closing(Images(config.state, _tools(config), remote=remote_settings(config.remote))))
         edge = Edge(edge_config(config), images)
@@ -87,9 +92,9 @@ async def run(config: Config) -> None:
             try:
                 await server.serve(listening, tls)
                 await server.serve(local)
-                with _ready(config, listening, tls is not None, version) as url:
-                    log.info("node %s serves at %s", version, url)
-                    async with _face(config, key):
+                async with _face(config, key, face):
+                    with _ready(config, listening, tls is not None, version) as url:
+                        log.info("node %s serves at %s", version, url)
                         await stopping.wait()
                 log.info("node stops; sandboxes run on")
             finally:
@@ -218,6 +223,19 @@ def _listen_unix(path: Path) -> socket.socket:
     return sock
 
 
+async def _listen_face(where: str) -> socket.socket:
+    """The socket of a face. It is the node's, so that a port in use is seen here, and clients wait while the process is started again."""
+    host, _, port = where.rpartition(":")
+    until = time.monotonic() + FACE_LEFT
+    while True:
+        try:
+            return socket.create_server((host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
+                raise CannotStart(f"cannot listen on {where} (e2b.listen): {os.strerror(error.errno or 0)}") from error
+        await asyncio.sleep(0.05)
+
+
 def _tls(config: Config) -> ssl.SSLContext | None:
     if not config.tls_cert:
         return None
@@ -288,39 +306,107 @@ def _ready(config: Config, listening: socket.socket, tls: bool, version: str) ->
 
 
 @contextlib.asynccontextmanager
-async def _face(config: Config, key: str) -> AsyncIterator[None]:
-    """The process that speaks E2B runs meanwhile, where there is to be one."""
-    keeping = asyncio.ensure_future(_keep_face(config, key)) if config.e2b.listen else None
+async def _face(config: Config, key: str, listening: socket.socket | None) -> AsyncIterator[None]:
+    """The process that speaks E2B runs meanwhile, where there is to be one. CannotStart."""
+    if listening is None:
+        yield
+        return
+    face = _Face(config, key, listening)
+    keeping = None
     try:
+        await face.start()
+        keeping = asyncio.ensure_future(face.keep())
         yield
     finally:
         if keeping is not None:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
+        await face.end()
 
 
-async def _keep_face(config: Config, key: str) -> None:
-    settings = [f"--set=e2b.{field.name}={getattr(config.e2b, field.name)}" for field in msgspec.structs.fields(config.e2b)]
-    environment = {**os.environ, "DSEC_URL": f"unix://{config.run / 'node.sock'}", "DSEC_API_KEY": key, "DSEC_CHILD": "1"}
-    pause = FACE_PAUSE
-    while True:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "dsec.faces.e2b.serve", *settings, env=environment, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+class _Face:
+    """The process that speaks E2B."""
+
+    def __init__(self, config: Config, key: str, listening: socket.socket) -> None:
+        settings = [f"--set=e2b.{field.name}={getattr(config.e2b, field.name)}" for field in msgspec.structs.fields(config.e2b)]
+        self._command = (sys.executable, "-m", "dsec.faces.e2b.serve", *settings)
+        self._socket = listening.fileno()
+        self._environment = {
+            **os.environ, "DSEC_URL": f"unix://{config.run / 'node.sock'}", "DSEC_API_KEY": key, "DSEC_CHILD": str(self._socket),
+        }  # fmt: skip
+        self._process: asyncio.subprocess.Process | None = None
+        self._hearing: asyncio.Task[None] | None = None
+        self._serves = False
+        self._last = ""  # what it said last on stderr
+
+    async def start(self) -> None:
+        """Returns when it serves. CannotStart."""
+        self._serves, self._last = False, ""
         try:
-            assert process.stdout is not None
-            if said := await process.stdout.readline():
-                log.info("%s", said.decode("utf-8", "replace").strip())
-                pause = FACE_PAUSE
-            status = await process.wait()
-        finally:
-            if process.returncode is None:
-                process.terminate()
-                await process.wait()
-        log.error("the process that speaks E2B ended with %d; another is started in %g s", status, pause)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, 30.0)
+            process = self._process = await asyncio.create_subprocess_exec(
+                *self._command, env=self._environment, pass_fds=(self._socket,), stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            raise CannotStart(f"the process that speaks E2B: {error}") from error
+        assert process.stdout is not None and process.stderr is not None
+        self._hearing = asyncio.ensure_future(self._hear(process.stderr))
+        try:
+            async with asyncio.timeout(FACE_START):
+                said = await process.stdout.readline()
+        except TimeoutError:
+            await self.end()
+            raise CannotStart(f"the process that speaks E2B does not serve within {FACE_START:g} s") from None
+        if not said:
+            raise CannotStart(await self._ended())
+        self._serves = True
+        log.info("%s", said.decode("utf-8", "replace").strip())
+
+    async def keep(self) -> None:
+        """Start it again whenever it ends. A reason that is the last one's again is not said again."""
+        pause, told = FACE_PAUSE, ""
+        while True:
+            began = time.monotonic()
+            reason = await self._ended()
+            if time.monotonic() - began > FACE_PAUSE_MAX:
+                pause, told = FACE_PAUSE, ""
+            while reason:
+                if reason != told:
+                    log.error("%s; it is started again, after %g s and then less often", reason, pause)
+                told = reason
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, FACE_PAUSE_MAX)
+                try:
+                    await self.start()
+                    reason = ""
+                except CannotStart as error:
+                    reason = str(error)
+
+    async def end(self) -> None:
+        """It ends, if it runs."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            await self._process.wait()
+        if self._hearing is not None:
+            self._hearing.cancel()
+            await asyncio.gather(self._hearing, return_exceptions=True)
+
+    async def _ended(self) -> str:
+        """How, and why: a process that ends by itself says it last."""
+        assert self._process is not None and self._hearing is not None
+        status = await self._process.wait()
+        await asyncio.wait((self._hearing,), timeout=1)
+        return f"the process that speaks E2B ended with {status}" + (f": {self._last}" if status > 0 and self._last else "")
+
+    async def _hear(self, stderr: asyncio.StreamReader) -> None:
+        """Its log becomes ours. What it says before it serves is the reason why it cannot, which is said once."""
+        levels = logging.getLevelNamesMapping()
+        rest = b""
+        while part := await stderr.read(1 << 16):
+            *lines, rest = (rest[-(1 << 16) :] + part).split(b"\n")
+            for text in filter(None, (line.decode("utf-8", "replace").strip() for line in lines)):
+                self._last = text
+                log.log(levels.get(text.partition(" ")[0], logging.WARNING) if self._serves else logging.DEBUG, "E2B: %s", text)
 
 
 def _signals() -> asyncio.Event:

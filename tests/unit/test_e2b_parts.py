@@ -18,7 +18,7 @@ from dsec.faces.e2b.errors import Failure
 from dsec.faces.e2b.http import decoded
 from dsec.faces.e2b.keys import Keys, has_expired
 from dsec.faces.e2b.multipart import Reader
-from dsec.faces.e2b.process import end_event, pieces, unfinished
+from dsec.faces.e2b.process import end_event, life, pieces, unfinished
 from libdsec.result import ExecResult
 from libdsec.wire import Ending
 
@@ -104,6 +104,17 @@ def test_signatures() -> None:
 )
 def test_ends(ending: Ending, code: int | None, signal: int | None, event: dict[str, object]) -> None:
     assert end_event(ExecResult(id="c", sandbox="s", ending=ending, exit_code=code, signal=signal)) == event
+
+
+@pytest.mark.parametrize(
+    ("limit", "agent", "seconds"),
+    [
+        (None, "e2b-python-sdk/2.21.0", None), (3.0, "e2b-python-sdk/2.21.0", 2.9), (0.5, "e2b-python-sdk/1.9.1", 0.45), (3.0, "e2b-python-sdk/2.31.0", 3.0),
+        (3.0, "e2b-python-sdk/10.2.0", 3.0), (3.0, "connectrpc/0.12.1", 3.0), (3.0, None, 3.0), (0.0, None, 0.001),
+    ],
+)  # fmt: skip
+def test_only_clients_with_a_clock_of_their_own_get_less(limit: float | None, agent: str | None, seconds: float | None) -> None:
+    assert life(limit, agent) == (None if seconds is None else pytest.approx(seconds))
 
 
 async def test_silence_of_a_source_shows() -> None:

@@ -83,7 +83,7 @@ def down(
     found = _ready(settings.run / "node.json")
     if found is None and not keep and any(settings.run.glob("*/aether.sock")):
         # sandboxes outlive a node that was killed; only a node can end them
-        up(detach=True, quiet=True, listen="127.0.0.1:0", state=state, run=run, config=config, setting=[])
+        up(detach=True, quiet=True, listen="127.0.0.1:0", state=state, run=run, config=config, setting=["e2b.listen="])
         found = _ready(settings.run / "node.json")
     if found is None:
         if not quiet:

@@ -6,13 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 from tests.harness import Node, seed_layers, until
 
-from .conftest import Face
+from .conftest import Face, FaceProcess
 
 pytestmark = pytest.mark.root
 
@@ -59,6 +60,73 @@ def test_a_node_serves_it_and_starts_it_again(tmp_path: Path) -> None:
         until(lambda: not Path(f"/proc/{third}").exists())  # it does not outlive a node that was killed
     finally:
         node.destroy()
+
+
+def test_a_node_whose_face_has_no_port_does_not_start(tmp_path: Path) -> None:
+    dsec, at = str(Path(sys.executable).with_name("dsec")), ["--state", str(tmp_path / "state"), "--run", str(tmp_path / "run")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        up = [dsec, "up", "-d", "--listen", "127.0.0.1:0", *at, "--set", f"e2b.listen={where}", "--set", "memory.swap=off"]
+        done = subprocess.run(up, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+    assert done.returncode == 1 and f"cannot listen on {where} (e2b.listen): Address already in use" in done.stderr, done
+    assert (tmp_path / "state" / "log" / "node.jsonl").read_text().count("Address already in use") == 1
+    assert not (tmp_path / "run" / "node.json").exists() and not (tmp_path / "run" / "node.sock").exists()
+
+
+def test_the_log_says_once_why_a_face_cannot_start(tmp_path: Path) -> None:
+    """Faces of this node end at their start while a file is there."""
+    broken, tries = tmp_path / "broken", tmp_path / "tries"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, sys\nif 'dsec.faces.e2b.serve' in sys.orig_argv and os.path.exists({str(broken)!r}):\n"
+        f"    open({str(tries)!r}, 'a').write('x')\n    sys.stderr.write('ERROR it: no room\\nthe disk is gone\\n')\n    sys.stderr.flush()\n    os._exit(7)\n"
+    )
+    node = Node(tmp_path / "n")
+    seed_layers(node.state)
+    hooked = {"DSEC_E2B_LISTEN": "127.0.0.1:0", "PYTHONPATH": str(tmp_path)}
+    why = "the process that speaks E2B ended with 7: the disk is gone"
+    broken.touch()
+    with pytest.raises(RuntimeError, match=f"the node cannot start: {why}"):
+        node.start(hooked)
+    broken.unlink()
+    node.start(hooked)
+    try:
+        until((node.run / "node.json").exists)
+        before = node.log()
+        url = f"http{before.rpartition('E2B at http')[2].partition(chr(34))[0]}"
+        assert answers(url)  # a node is ready when its face is
+        broken.touch()
+        tries.unlink()
+        os.kill(children(node.pid)[0], signal.SIGKILL)
+        until(lambda: tries.exists() and len(tries.read_text()) >= 3)
+        said = node.log()[len(before) :]
+        assert said.count("ended with -9") == 1 and said.count(why) == 1 and "no room" not in said
+        broken.unlink()
+        until(lambda: answers(url))
+    finally:
+        node.destroy()
+
+
+def test_uploads_of_a_face_that_was_killed_go_with_the_next_start(tmp_path: Path, own_face: Callable[..., tuple[FaceProcess, Face]]) -> None:
+    def upload(face: Face) -> None:
+        link = httpx.get(f"{face.url}/templates/x/files/{'ab' * 32}", headers={"x-api-key": face.key}).json()
+        assert httpx.put(link["url"], content=b"x" * 4096).status_code == 200
+
+    process, face = own_face(TMPDIR=str(tmp_path))
+    upload(face)
+    (killed,) = tmp_path.iterdir()
+    assert process.process is not None
+    process.process.kill()
+    process.stop()
+    assert killed.is_dir()
+    face = process.start()
+    assert not killed.exists()
+    upload(face)
+    (mine,) = tmp_path.iterdir()
+    other, _ = own_face(TMPDIR=str(tmp_path))
+    assert [*mine.iterdir()], "those of a face that lives stay"
+    other.stop()
+    process.stop()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_command_line_serves_it(node: Node, face: Face) -> None:

@@ -211,6 +211,16 @@ async def test_t13_names_of_templates_hold_slashes(api: httpx.Client, client: DS
         await client.environments.remove(name)
 
 
+def test_an_alias_of_an_environment_that_is_not_there(own_face: Callable[..., tuple[FaceProcess, Face]]) -> None:
+    _, face = own_face(DSEC_E2B_TEMPLATES="base=nosuch")
+    with httpx.Client(base_url=face.url, headers={"X-API-KEY": face.key}, timeout=30) as api:
+        for reply in (api.post("/v2/sandboxes", json={"templateID": "base"}), api.get("/templates/aliases/base"), api.delete("/templates/base")):
+            is_error(reply, 404, "template_not_found")
+            assert "environment 'nosuch'" in reply.json()["message"] and "'base'" in reply.json()["message"]
+        unknown = api.post("/v2/sandboxes", json={"templateID": "nosuch"})
+        assert unknown.json()["message"] == "template 'nosuch' was not found"
+
+
 def test_t14_uploads_answer_a_list(face: Face, made: Make) -> None:
     sandbox = made()
     parts = {"file": ("name.txt", b"one", "text/plain")}

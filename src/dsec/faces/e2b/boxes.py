@@ -143,7 +143,7 @@ class Boxes:
         except errors.LayerNotFound:
             snapshot = await self.snapshot(wanted.template_id)
             if snapshot is None:
-                raise not_found(f"template {wanted.template_id!r}", "template_not_found") from None
+                raise self.no_template(wanted.template_id) from None
             made = False
             sandbox = await self.client.restore(
                 snapshot, labels=labels, env=wanted.env_vars, max_lifetime=lifetime, ttl_running_stop=None, idempotency_key=named
@@ -156,6 +156,12 @@ class Boxes:
                 self._homes.clear()
             box.fresh = self._homes.setdefault(tuple(sandbox.info.layers), {})
         return box
+
+    def no_template(self, name: str) -> Failure:
+        """What a client is told, and whose fault it is."""
+        environment = self.settings.templates.get(name)
+        named = "" if environment is None else f"environment {environment!r}, which e2b.templates names for "
+        return not_found(f"{named}template {name!r}" + ("," if named else ""), "template_not_found")
 
     async def snapshot(self, reference: str) -> str | None:
         """The id of a snapshot that is named by its id or its name."""

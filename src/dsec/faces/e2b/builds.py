@@ -1,13 +1,14 @@
 """Template builds: steps become a Dockerfile that the node builds; a template is the environment that comes of it.
 
-A build is this process's: uploaded files lie in a directory of its own, and both go with it. The node keeps what its steps made, so that a
-build that is started again begins where the first one was.
+A build is this process's: uploaded files lie in a directory of its own, and both go with it; what a process that was killed left is
+removed by the next one. The node keeps what its steps made, so that a build that is started again begins where the first one was.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import gzip
 import json
 import os
@@ -29,6 +30,7 @@ from dsec.faces.e2b.models import NewTemplate, StartBuild, Step
 from libdsec import errors, tars
 from libdsec.wire import Limits, Progress
 
+HOME = "dsec-e2b-"  # how names of directories for uploads begin
 UPLOAD_MAX = 4 << 30  # bytes of one upload, packed and unpacked
 KEPT = 200  # builds whose outcome is remembered
 LINES_MAX = 20000
@@ -62,6 +64,7 @@ class Builds:
         self.keys = keys
         self._builds: dict[str, Build] = {}
         self._made: Path | None = None
+        self._lock = -1  # held while we live
 
     async def close(self) -> None:
         """End what runs; nothing stays on the disk."""
@@ -71,6 +74,7 @@ class Builds:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._made is not None:
             await asyncio.to_thread(shutil.rmtree, self._made, ignore_errors=True)
+            os.close(self._lock)
 
     async def request(self, request: Request) -> None:
         """A build is asked for; its steps come later."""
@@ -150,7 +154,10 @@ class Builds:
     def _home(self) -> Path:
         """Made when it is needed: most faces build nothing, and one that is killed cannot clean up."""
         if self._made is None:
-            self._made = Path(tempfile.mkdtemp(prefix="dsec-e2b-"))
+            fresh = Path(tempfile.mkdtemp(prefix=f"new-{HOME}"))
+            self._lock = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._made = fresh.rename(fresh.with_name(fresh.name.removeprefix("new-")))  # nobody has seen it without the lock
         return self._made
 
     # how ------------------------------------------------------------------------------------------------------------------------
@@ -220,6 +227,23 @@ class Builds:
 
 
 _OVER = ("ready", "error")
+
+
+def sweep() -> None:
+    """Remove the directories of those that were killed: ours, and locked by nobody."""
+    for path in Path(tempfile.gettempdir()).glob(f"{HOME}*"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if os.fstat(fd).st_uid == os.geteuid():
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
 
 
 def _line(step: Step, number: int, user: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import re
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,8 @@ from libdsec.wire import PtySize
 
 CHUNK, PTY_CHUNK = 32 << 10, 16 << 10  # most bytes of one event
 _PTY_ID, _ID = "e2bp-", "e2b-"  # how ids of commands begin: a restarted face knows terminals by it
+_AGENT = re.compile(r"e2b-python-sdk/(\d{1,3})\.(\d{1,3})\.")  # of those that bring their own transport; newer ones send another's name
+_NO_CLOCK = (2, 31)  # the first tested version that leaves the deadline to the server
 _SIGNALS = {  # as envd's language names them
     1: "hangup", 2: "interrupt", 3: "quit", 4: "illegal instruction", 5: "trace/breakpoint trap", 6: "aborted", 7: "bus error",
     8: "floating point exception", 9: "killed", 10: "user defined signal 1", 11: "segmentation fault", 12: "user defined signal 2",
@@ -35,7 +38,7 @@ async def start(box: Box, request: Request) -> None:
     config, pty = wanted.process, wanted.pty
     cwd = await resolve(box, config.cwd, user) if config.cwd else await directory(box, user)
     stream = box.sandbox.stream(
-        [config.cmd, *config.args], env=config.envs, cwd=cwd, user=user, timeout=_life(limit),
+        [config.cmd, *config.args], env=config.envs, cwd=cwd, user=user, timeout=life(limit, request.header(b"user-agent")),
         open_stdin=wanted.stdin or pty is not None, pty=PtySize(rows=pty.size.rows, cols=pty.size.cols) if pty is not None else None,
         id=(_ID if pty is None else _PTY_ID) + secrets.token_hex(8),
     )  # fmt: skip
@@ -136,11 +139,6 @@ async def update(box: Box, request: Request) -> None:
 # how ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _life(limit: float | None) -> float | None:
-    """A little less than the client's own clock, which starts with ours and in old clients ends the call with a bare transport error."""
-    return None if limit is None else max(limit - min(0.1, limit / 10), 0.001)
-
-
 async def _find(box: Box, selector: models.Selector) -> Process:
     if selector.tag is not None:
         for process in reversed(box.processes.values()):
@@ -214,6 +212,16 @@ async def _pass_on(reply: Stream, process: Process, stream: CommandStream, silen
                 return Failure(504, "the command reached its timeout and was killed", "deadline_exceeded")
             await reply.send({"event": {"end": end_event(event.result)}})
     return None
+
+
+def life(limit: float | None, agent: str | None) -> float | None:
+    """Seconds that a command may take. Old clients have a clock of their own, which starts with ours and ends the call with a bare
+    transport error: there it is a little less."""
+    if limit is None:
+        return None
+    known = _AGENT.match(agent or "")
+    early = known is not None and (int(known[1]), int(known[2])) < _NO_CLOCK
+    return max(limit - min(0.1, limit / 10) if early else limit, 0.001)
 
 
 def end_event(result: ExecResult) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The process of the face. `python -m dsec.faces.e2b.serve [--config FILE] [--set KEY=VALUE]...`
 
 It talks to the node of the environment (`DSEC_URL`, else the one on this machine), says on stdout where it listens, and ends with SIGTERM
-or SIGINT. With `DSEC_CHILD` in its environment it ends with its standard input too: what a node started does not outlive it. Sandboxes
-live on.
+or SIGINT. With `DSEC_CHILD` in its environment it is a node's: the value is the number of the socket where it serves, and it ends with its
+standard input too, so that it does not outlive the node. Sandboxes live on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from uvicorn.server import ServerState
 from dsec.config import Config, ConfigError, E2bConfig, from_argv
 from dsec.faces.e2b.app import App
 from dsec.faces.e2b.boxes import Boxes, Settings
+from dsec.faces.e2b.builds import sweep
 from dsec.faces.e2b.keys import Keys
 from libdsec import DSecClient
 from libdsec.errors import DSecError
@@ -52,6 +53,7 @@ def keys(client: DSecClient) -> Keys:
 async def serving(client: DSecClient, config: E2bConfig, listening: socket.socket) -> AsyncIterator[Keys]:
     """The face on a bound socket."""
     made, boxes = keys(client), Boxes(client, settings(config))
+    await asyncio.to_thread(sweep)
     await boxes.open()
     state = ServerState()
     app = App(boxes, made)
@@ -83,15 +85,22 @@ async def run(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    child = bool(os.environ.get(CHILD))
+    child = os.environ.get(CHILD)
     if child:
         loop.add_reader(sys.stdin.fileno(), stopping.set)
     host, _, port = config.e2b.listen.rpartition(":")
-    with contextlib.closing(socket.create_server((host.strip("[]"), int(port)))) as listening:
+    with contextlib.closing(socket.socket(fileno=int(child)) if child else _listen(host, int(port))) as listening:
         async with DSecClient() as client, serving(client, config.e2b, listening) as made:
             url = f"http://{host}:{listening.getsockname()[1]}"
             print(f"E2B at {url}" + ("" if child else f"\nE2B_API_KEY={made.api_key}"), flush=True)
             await stopping.wait()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host.strip("[]"), port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

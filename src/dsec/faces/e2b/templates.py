@@ -6,7 +6,7 @@ from typing import Any
 
 from dsec.faces.e2b.boxes import Boxes
 from dsec.faces.e2b.control import PAGE, PAGE_MAX, number
-from dsec.faces.e2b.errors import invalid, not_found, refused
+from dsec.faces.e2b.errors import invalid, refused
 from dsec.faces.e2b.http import Request
 from libdsec import errors
 from libdsec.copies import SnapshotInfo
@@ -21,7 +21,7 @@ class Templates:
     async def alias(self, request: Request, alias: str) -> None:
         """Whether sandboxes can be made of it."""
         if not await self._environment(alias) and await self.boxes.snapshot(alias) is None:
-            raise not_found(f"template {alias!r}", "template_not_found")
+            raise self.boxes.no_template(alias)
         await request.json({"templateID": alias, "public": False})
 
     async def remove(self, request: Request, template: str) -> None:
@@ -33,7 +33,7 @@ class Templates:
             return
         if await self._environment(template):
             raise refused("removing an environment", "template_removal_unsupported")
-        raise not_found(f"template {template!r}", "template_not_found")
+        raise self.boxes.no_template(template)
 
     async def snapshots(self, request: Request) -> None:
         """Newest first, in pages."""
