@@ -50,8 +50,11 @@ class RuntimeMissing(Exception):
         self.checks = failed
 
 
-def diagnose(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None, *, fatal_only: bool = False) -> list[Check]:
-    """Every finding, in a fixed order. Takes about a second; a set-up machine has no failure of level fatal."""
+def diagnose(
+    state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None, *, fatal_only: bool = False, own_swap: bool = True
+) -> list[Check]:
+    """Every finding, in a fixed order. Takes about a second; a set-up machine has no failure of level fatal. `own_swap`: the node may
+    switch swap on."""
     tools = tools or Tools()
     groups: list[Callable[[], Iterator[Check]]] = [
         lambda: _platform(),
@@ -64,15 +67,18 @@ def diagnose(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools |
     ]
     if not fatal_only:
         state = Path(state_dir)
-        groups += [lambda: _on_demand(state), lambda: _tools(tools), lambda: _criu(tools), lambda: _limits(), lambda: _room(state)]
+        groups += [lambda: _on_demand(state), lambda: _tools(tools), lambda: _criu(tools), lambda: _limits()]
+        groups.append(lambda: _room(state, own_swap))
     with ThreadPoolExecutor(4) as pool:  # the probes are processes: waiting for several at once costs nothing
         found = [check for group in pool.map(lambda make: list(make()), groups) for check in group]
     return [check for check in found if check.level == FATAL] if fatal_only else found
 
 
-async def diagnose_async(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None) -> list[Check]:
+async def diagnose_async(
+    state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None, *, own_swap: bool = True
+) -> list[Check]:
     """`diagnose` without blocking the loop."""
-    return await asyncio.to_thread(diagnose, state_dir, tools)
+    return await asyncio.to_thread(diagnose, state_dir, tools, own_swap=own_swap)
 
 
 def ensure_runtime(state_dir: str | os.PathLike[str] = "/var/lib/dsec", tools: Tools | None = None) -> list[Check]:
@@ -367,7 +373,7 @@ def _titled(room: limits.Room, among: list[limits.Room]) -> str:
     return name if len(same) == 1 else f"{name} {same.index(room) + 1}"
 
 
-def _room(state: Path) -> Iterator[Check]:
+def _room(state: Path, own_swap: bool) -> Iterator[Check]:
     available = facts.memory().get("MemAvailable", 0)
     yield Check(
         "memory",
@@ -377,14 +383,16 @@ def _room(state: Path) -> Iterator[Check]:
         "" if available >= 1 << 30 else "free some: a sandbox takes about 1 MiB and what its commands use",
     )
     areas = swap.active()
-    kinds = [*(["a file"] if not areas else []), *(["zram"] if swap.has_zram() else [])]
+    there = ", ".join(f"{area.path}: {area.used >> 20} of {area.size >> 20} MiB used" for area in areas)
+    off = not areas and not own_swap
     yield Check(
         "swap",
-        True,
+        not off,
         INFO,
-        ", ".join(f"{area.path}: {area.used >> 20} of {area.size >> 20} MiB used" for area in areas)
-        or f"none; the node can make {' or '.join(kinds)}",
-    )
+        there or ("none, and memory.swap is off: a pause leaves anonymous memory where it is" if off
+                  else f"none; the node can make {'a file or zram' if swap.has_zram() else 'a file'}"),
+        "set memory.swap to auto, or switch swap of the machine on" if off else "",
+    )  # fmt: skip
     at = _existing(state)
     free = shutil.disk_usage(at).free
     yield Check(

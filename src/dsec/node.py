@@ -259,7 +259,9 @@ class _Checks:
     async def get(self) -> list[dict[str, Any]]:
         now = time.monotonic()
         if self._found is None or now - self._at > CHECKS_KEPT:
-            self._found, self._at = asyncio.ensure_future(diagnose_async(self._config.state, _tools(self._config))), now
+            config = self._config
+            looked = diagnose_async(config.state, _tools(config), own_swap=config.memory.swap != "off")
+            self._found, self._at = asyncio.ensure_future(looked), now
         return [check.as_dict() for check in await asyncio.shield(self._found)]
 
 

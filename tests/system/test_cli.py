@@ -28,7 +28,7 @@ def test_help_is_quick_and_names_every_command() -> None:
         started = time.monotonic()
         shown = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True).stdout
         times.append(time.monotonic() - started)
-    for command in ("up", "down", "run", "exec", "ps", "inspect", "logs", "kill", "cp", "stop", "layer", "env", "doctor", "bench", "config", "uninstall"):
+    for command in ("up", "down", "run", "exec", "ps", "inspect", "logs", "kill", "cp", "stop", "layer", "env", "node", "doctor", "bench", "config", "uninstall"):
         assert re.search(rf"^  {command} ", shown, re.M), command
         page = (ROOT / "docs" / "cli.md").read_text()
         assert f"dsec {command}" in page, f"docs/cli.md does not name {command}"
@@ -322,6 +322,20 @@ def _busybox_tar(work: Path) -> Path:
     (tree / "etc" / "group").write_text("root:x:0:\n")
     subprocess.run(["tar", "-C", str(tree), "-cf", str(work / "bb.tar"), "."], check=True)
     return work / "bb.tar"
+
+
+def test_the_node_shows_itself(dsec: Dsec, busybox_image: str) -> None:
+    box = dsec("run", "--detach", busybox_image).stdout.strip()
+    try:
+        info = json.loads(dsec("node", "--json").stdout)
+        assert info["sandboxes"] >= 1 and info["memory"]["available"] > 0 and info["edge"] == box[:4] and info["capabilities"]["container"]["exec"]
+        lines = dict(re.split(" {2,}", line, maxsplit=1) for line in dsec("node").stdout.partition("\n\n")[0].splitlines())
+        assert lines["version"] == info["version"] and lines["edge"] == box[:4]
+        assert re.match(rf"{info['sandboxes']} of {info['max_sandboxes']}, and \d+ in pools$", lines["sandboxes"])
+        assert "available" in lines["memory"] and "used; " in lines["swap"] and "exec" in lines["container"].split()
+        assert lines["level"] and "pressure" in lines["reclaimed"]
+    finally:
+        dsec("stop", box)
 
 
 def test_bench_outside_a_checkout_says_so(dsec: Dsec) -> None:

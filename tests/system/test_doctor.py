@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsec import doctor
-from dsec.linux import limits, probes
+from dsec.linux import limits, probes, swap
 from dsec.linux.tools import Tools
 
 pytestmark = pytest.mark.root
@@ -44,6 +44,18 @@ def test_how_remote_layers_load_is_said(tmp_path: Path) -> None:
     events = found["pre-content events"]
     assert not events.ok and events.level == doctor.INFO and events.detail.endswith("; FUSE is used") and "6.14" in events.fix
     assert found["FUSE"].ok and "use it" in found["FUSE"].detail
+
+
+def test_swap_that_is_off_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "active", list)
+    found = {check.name: check for check in doctor.diagnose(tmp_path / "state", own_swap=False)}["swap"]
+    assert not found.ok and found.level == doctor.INFO and found.fix
+    assert found.detail == "none, and memory.swap is off: a pause leaves anonymous memory where it is"
+    found = {check.name: check for check in doctor.diagnose(tmp_path / "state")}["swap"]
+    assert found.ok and "the node can make a file" in found.detail
+    monkeypatch.setattr(swap, "active", lambda: [swap.Area("/dev/theirs", "partition", 64 << 20, 0)])
+    found = {check.name: check for check in doctor.diagnose(tmp_path / "state", own_swap=False)}["swap"]
+    assert found.ok and found.detail == "/dev/theirs: 0 of 64 MiB used"
 
 
 def test_each_limit_says_for_how_many_sandboxes_it_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ class FakeAether:
         self.turn = 0
         self.old = False  # knows nothing of LEAVE
         self.silent = False  # takes requests and answers none
+        self.memory, self.gives = 4096, 0  # what it holds, and how much of that a reclaim gets
 
     async def listen(self) -> None:
         self.server = await asyncio.start_unix_server(self._serve, self.path)
@@ -131,7 +132,10 @@ class FakeAether:
                 self.subscribers.append((writer, number))
                 say(wire.F_OK)
             case wire.F_STAT:
-                say(wire.F_STATUS, wire.text(wire.T_HEALTH, "ok") + wire.u64(wire.T_MEMORY_USED, 4096))
+                say(wire.F_STATUS, wire.text(wire.T_HEALTH, "ok") + wire.u64(wire.T_MEMORY_USED, self.memory))
+            case wire.F_RECLAIM:
+                self.memory -= self.gives
+                say(wire.F_STATUS, wire.u64(wire.T_BYTES, self.gives))
             case wire.F_EXEC:
                 self._exec(fields, say, error)
             case wire.F_LOG_READ:
@@ -303,3 +307,16 @@ def config(home: Path, **more: object) -> EdgeConfig:
 def spec(**more: object) -> SandboxSpec:
     """A small sandbox."""
     return SandboxSpec(image="base", limits=Limits(memory_mb=16), **more)  # type: ignore[arg-type]
+
+
+def proc_of(home: Path, available_kb: int = 8 << 20, stall: float = 0.0, tasks: int = 100, pid_max: int = 100000) -> Path:
+    """A host's /proc, as far as admission reads it."""
+    proc = home / "proc"
+    (proc / "pressure").mkdir(parents=True, exist_ok=True)
+    (proc / "sys/kernel").mkdir(parents=True, exist_ok=True)
+    (proc / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available_kb} kB\n")
+    (proc / "pressure/memory").write_text(f"some avg10=90.00 avg60=0 avg300=0 total=0\nfull avg10={stall:.2f} avg60=0 avg300=0 total=0\n")
+    (proc / "loadavg").write_text(f"0.1 0.2 0.3 1/{tasks} 77\n")
+    (proc / "sys/kernel/pid_max").write_text(f"{pid_max}\n")
+    (proc / "sys/kernel/threads-max").write_text("1000000\n")
+    return proc

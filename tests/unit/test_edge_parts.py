@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.edge_fake import FakeAether, config, pack_record, spec
+from tests.unit.edge_fake import FakeAether, config, pack_record, proc_of, spec
 
 from dsec.edge import journal as lines
 from dsec.edge import records, wire
@@ -149,18 +149,6 @@ def test_half_an_end_is_none(home: Path) -> None:
 # admission -----------------------------------------------------------------------------------------------------------------------------
 
 
-def _proc(home: Path, available_kb: int = 8 << 20, stall: float = 0.0, tasks: int = 100, pid_max: int = 100000) -> Path:
-    proc = home / "proc"
-    (proc / "pressure").mkdir(parents=True, exist_ok=True)
-    (proc / "sys/kernel").mkdir(parents=True, exist_ok=True)
-    (proc / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available_kb} kB\n")
-    (proc / "pressure/memory").write_text(f"some avg10=90.00 avg60=0 avg300=0 total=0\nfull avg10={stall:.2f} avg60=0 avg300=0 total=0\n")
-    (proc / "loadavg").write_text(f"0.1 0.2 0.3 1/{tasks} 77\n")
-    (proc / "sys/kernel/pid_max").write_text(f"{pid_max}\n")
-    (proc / "sys/kernel/threads-max").write_text("1000000\n")
-    return proc
-
-
 @pytest.mark.parametrize(
     ("host", "resource"),
     [
@@ -170,19 +158,19 @@ def _proc(home: Path, available_kb: int = 8 << 20, stall: float = 0.0, tasks: in
     ],
 )
 def test_admission_looks_at_the_host(home: Path, host: dict[str, float], resource: str) -> None:
-    admission = Admission(config(home, memory_reserve=1 << 20), Host(_proc(home, **host)))  # type: ignore[arg-type]
+    admission = Admission(config(home, memory_reserve=1 << 20), Host(proc_of(home, **host)))  # type: ignore[arg-type]
     with pytest.raises(errors.AtCapacity) as caught:
         admission.admit(0, Limits(memory_mb=16), False)
     assert caught.value.details["resource"] == resource and caught.value.retry_after
 
 
 def test_stalls_inside_sandboxes_are_no_reason_to_refuse(home: Path) -> None:
-    admission = Admission(config(home), Host(_proc(home, stall=95.0)))
+    admission = Admission(config(home), Host(proc_of(home, stall=95.0)))
     assert not admission.admit(0, Limits(memory_mb=64, disk_mb=1), False), "there is memory"
 
 
 def test_admission_warns_below_the_limit_and_counts_a_burst(home: Path) -> None:
-    admission = Admission(config(home), Host(_proc(home, available_kb=20 << 10, stall=15.0)))
+    admission = Admission(config(home), Host(proc_of(home, available_kb=20 << 10, stall=15.0)))
     warnings = admission.admit(0, Limits(memory_mb=64, disk_mb=1), False)
     assert len(warnings) == 2 and "64 MiB" in warnings[0] and "stalls" in warnings[1]
     with pytest.raises(errors.AtCapacity):
@@ -222,7 +210,7 @@ def test_cpu_is_admitted_by_measured_use(
 ) -> None:
     limits = Limits(memory_mb=64, disk_mb=1, cpu_cores=4000.0)  # what is asked for does not count
     for most in (100, 80):
-        admission = Admission(config(home, cpu_pressure=most), Host(_proc(home)))
+        admission = Admission(config(home, cpu_pressure=most), Host(proc_of(home)))
         admission.cpu = _cpu(home, pressure, idle, best_effort)
         assert 0 <= admission.cpu.spare <= 1 and admission.cpu.seconds[CpuClass.BEST_EFFORT] == pytest.approx(best_effort)
         if most == 80 and "waited" in expected:

@@ -20,7 +20,8 @@ class SwapInfo(Reply):
 class Relief(Reply):
     """What the node did to one sandbox when memory was short.
 
-    `action`: reclaim, pause, evict; `level`: how short it was; `bytes`: what a reclaim gave, or what it held.
+    `action`: reclaim, pause, evict; `level`: how short it was; `bytes`: what a reclaim gave, or what one that was paused
+    or evicted still held.
     """
 
     at: float

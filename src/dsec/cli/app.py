@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli import copying, e2b, environments, images, layers, machine, packing, pools, sandboxes, snapshots
+from dsec.cli import copying, e2b, environments, images, layers, machine, node, packing, pools, sandboxes, snapshots
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -30,6 +30,7 @@ def options(
 
 app.command("up")(machine.up)
 app.command("down")(machine.down)
+app.command("node")(node.node)
 app.command("doctor")(machine.doctor)
 app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(machine.bench)
 app.command("uninstall")(machine.uninstall)

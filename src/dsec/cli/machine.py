@@ -109,7 +109,8 @@ def doctor(
     from dsec.linux.tools import Tools
 
     settings = loaded(config).config
-    checks = diagnose(settings.state, Tools(Path(settings.tools_dir)) if settings.tools_dir else Tools())
+    tools = Tools(Path(settings.tools_dir)) if settings.tools_dir else Tools()
+    checks = diagnose(settings.state, tools, own_swap=settings.memory.swap != "off")
     if as_json:
         print(json.dumps([check.as_dict() for check in checks], indent=2))
     else:

@@ -82,7 +82,7 @@ class Edge(Creating, Packing, Pressure, Files):
             self.load_pools()
             await self.recover(lines.load(config.journal))
             await self.look_at_disk()
-            await self.swap.open(bool(self.table.taken))
+            await self.swap.open(self.table.supervised)
         except lines.JournalError as error:
             raise Unavailable(str(error)) from error
         except BaseException:
@@ -114,7 +114,7 @@ class Edge(Creating, Packing, Pressure, Files):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for backend in self.backends.values():
             await backend.close()
-        if not self.table.live():
+        if not self.table.supervised:
             await self.swap.close()
         self.journal.close()
 

@@ -315,6 +315,11 @@ class Table:
         """Sandboxes that there are now, those that wait in pools included."""
         return len(self._live) + len(self._pooled)
 
+    @property
+    def supervised(self) -> bool:
+        """Whether any sandbox has a supervisor or gets one, and so memory: all that have not ended do, but hibernated ones."""
+        return any(s.state is not State.HIBERNATED for s in (*self._live.values(), *self._pooled.values()))
+
     def __iter__(self) -> Iterator[Sandbox]:
         return iter(list(self._all.values()))
 

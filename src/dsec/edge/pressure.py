@@ -30,7 +30,7 @@ from libdsec.wire import CpuClass, State
 
 log = logging.getLogger("dsec.edge")
 _LOOK, _LOOK_SHORT = 1.0, 0.2  # seconds
-_FRUITLESS = 10.0  # after a pass that found nothing to take
+_FRUITLESS = 10.0  # so long after a pass that found nothing to take there is no other, unless it gets worse
 _PSI = b"some 200000 2000000"  # a tenth of two seconds; without CAP_SYS_RESOURCE no other window is allowed
 _AT_ONCE = 4
 _SURVEYED_AT_ONCE = 64
@@ -79,18 +79,28 @@ class Pressure(Core):
         most = Level[self.config.pressure.upper()] if self.config.pressure != "off" else Level.NONE
         if not most:
             return
+        clock = asyncio.get_running_loop().time
+        in_vain, again = Level.NONE, 0.0  # how short it was at a pass that found nothing; when that may have changed
         with _psi(stalled):
             while True:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stalled.wait(), _LOOK_SHORT if self.level else _LOOK)
-                self.level = min(self._judge(stalled.is_set()), most)
+                told = stalled.is_set()
                 stalled.clear()
+                self.level = min(self._judge(told), most)
+                in_vain = min(in_vain, self.level)
+                if not self.level or (self.level <= in_vain and not told and clock() < again):
+                    continue
+                in_vain = Level.NONE
                 try:
-                    if self.level and not await self._pass(self.level):
-                        await asyncio.sleep(_FRUITLESS if self.level < Level.EVICT else _LOOK)
+                    if await self._pass(self.level):
+                        continue
+                    wait = _FRUITLESS if self.level < Level.EVICT else _LOOK
                 except (DSecError, ConnectionLost, OSError) as error:
                     log.error("memory is short, and: %s", error)
-                    await asyncio.sleep(_LOOK)
+                    wait = _LOOK
+                in_vain, again = self.level, clock() + wait
+                stalled.clear()  # by the pass itself, or seen by it
 
     def memory_info(self) -> MemoryInfo:
         """As the node's info shows it."""
@@ -121,7 +131,7 @@ class Pressure(Core):
         # longest idle first; what runs in the best-effort class comes last
         may = [h for h in everyone if h.memory >= _WORTH and not h.protected and (h.running or h.idle >= _IDLE)]
         held = sorted(may, key=lambda h: (h.running > 0, -h.idle))
-        gave = 0
+        gave: dict[Sandbox, int] = {}
         for action, victims in (
             (Level.RECLAIM, [h for h in held if not h.sandbox.paused]),
             (Level.PAUSE, [h for h in held if not h.sandbox.paused and h.running == 0]),
@@ -133,9 +143,11 @@ class Pressure(Core):
                 batch = list(itertools.islice(waiting, _AT_ONCE))
                 took = await asyncio.gather(*(self._take(h, action) for h in batch))
                 for h, bytes_ in zip(batch, took, strict=True):
-                    if bytes_ is not None:
-                        self._relieved(h, action.name.lower(), bytes_)
-                        gave += bytes_
+                    if bytes_ is not None and action is Level.RECLAIM:
+                        self._relieved(h, "reclaim", bytes_)
+                        gave[h.sandbox] = bytes_
+                    elif bytes_ is not None:  # what it gave before it stood still is counted already
+                        self._relieved(h, "pause", max(0, h.memory - gave.get(h.sandbox, 0)))
                 if self._judge() < action:
                     return True
         if level >= Level.EVICT and self._judge() >= Level.EVICT:
@@ -144,7 +156,7 @@ class Pressure(Core):
             for h in sorted(left, key=lambda h: (h.protected, h.running > 0, -h.idle, -h.memory)):
                 if await self._evict(h):
                     return True
-        return gave >= _FRUIT
+        return sum(gave.values()) >= _FRUIT
 
     async def _survey(self) -> list[Held]:
         """What every sandbox holds now."""
@@ -164,14 +176,14 @@ class Pressure(Core):
         return found
 
     async def _take(self, held: Held, action: Level) -> int | None:
-        """Reclaim from one, or pause it. Bytes (a pause gives its own later); None: it is in use again, or ends."""
+        """Reclaim from one, or pause it. Bytes it gave (after a pause that is still to come: 0); None: it is in use again, or ends."""
         sandbox = held.sandbox
         least = 0 if held.running else int(_IDLE * 1e9)
         payload = wire.u64(wire.T_IDLE_NS, least) + wire.text(wire.T_REASON, "pressure")
         try:
             if action is Level.PAUSE:
                 await asyncio.wait_for(self.call(sandbox, wire.F_PAUSE, payload), 2 * _ANSWER)
-                return held.memory
+                return 0
             frame = await asyncio.wait_for(self.call(sandbox, wire.F_RECLAIM, payload), 60 + _ANSWER)
         except (DSecError, ConnectionLost, TimeoutError) as error:
             log.debug("%s: %s", action.name.lower(), error, extra={"sandbox_id": sandbox.id})
@@ -193,16 +205,18 @@ class Pressure(Core):
         await asyncio.shield(sandbox.ended)
         return True
 
-    def _relieved(self, held: Held, action: str, gave: int) -> None:
+    def _relieved(self, held: Held, action: str, size: int) -> None:
+        """For the records. Bytes: what a reclaim gave, what the others still hold."""
         host = self.admission.host
         relief = Relief(
-            at=time.time(), sandbox=held.sandbox.id, action=action, level=self.level.name.lower(), available=host.available, bytes=gave,
+            at=time.time(), sandbox=held.sandbox.id, action=action, level=self.level.name.lower(), available=host.available, bytes=size,
             idle=held.idle,
         )  # fmt: skip
         self.recent.append(relief)
         self.counters.relief[action].inc()
         log.info(
-            "memory is short (%d MiB left): %s of one idle for %.0f s gave %d MiB", host.available // MIB, action, held.idle, gave // MIB,
+            "memory is short (%d MiB left): %s of one idle for %.0f s that %s %d MiB", host.available // MIB, action, held.idle,
+            "gave" if action == "reclaim" else "held", size // MIB,
             extra={"sandbox_id": held.sandbox.id},
         )  # fmt: skip
 

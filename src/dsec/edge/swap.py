@@ -1,7 +1,7 @@
 """Swap of the node's own, so that memory of paused and idle sandboxes can leave the host where the machine has no swap.
 
-A file STATE/swap, or a zram device whose number is in STATE/zram.json. It is on while the node runs or a sandbox lives; whoever comes after
-a node that died takes it over. Swap that is not ours is never touched.
+A file STATE/swap, or a zram device whose number is in STATE/zram.json. It is on while the node runs or a sandbox has a supervisor; whoever
+comes after a node that died takes it over. Swap that is not ours is never touched.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Swap:
             log.warning("no swap: %s", self._why)
 
     async def close(self) -> None:
-        """Switch it off and remove it: no sandbox lives."""
+        """Switch it off and remove it: no sandbox has anything in memory."""
         with contextlib.suppress(OSError):
             await asyncio.to_thread(remove, self._config.state_dir)
 
