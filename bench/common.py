@@ -228,7 +228,7 @@ def node(medium_mb: int = 8192, bases: bool = False, extra: Mapping[str, str] | 
         seed_layers(home / "state")
     settings = {
         "DSEC_STATE": str(home / "state"), "DSEC_RUN": str(run), "DSEC_LISTEN": "127.0.0.1:0", "DSEC_NODE_MEDIUM_SIZE_MB": str(medium_mb),
-        "DSEC_NODE_MEMORY_RESERVE_MB": "512", "DSEC_MEMORY_SWAP": "off", **(extra or {}),
+        "DSEC_NODE_MEMORY_RESERVE_MB": "512", "DSEC_MEMORY_SWAP": "off", "DSEC_NODE_FORK_MEMORY": "true", **(extra or {}),
     }  # fmt: skip
     log = home / "log"
     with log.open("wb") as out:

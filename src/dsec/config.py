@@ -50,6 +50,7 @@ class NodeConfig(_Section, frozen=True):
     prefix: Annotated[str, Meta(pattern="^([a-z0-9]{4})?$")] = ""  # of sandbox ids and cgroups; empty: made once, kept in <state_dir>
     max_sandboxes: Positive = 4000  # above: refused with Retry-After
     warn_sandboxes: Positive = 3000  # above: created, with a warning
+    fork_memory: bool = False  # forks with memory: not for agents that nobody trusts (docs/checkpoint.md)
     cpu_pressure: Annotated[int, Meta(ge=0, le=100)] = 100  # percent of waiting for CPU above which the latency class takes no more
     memory_reserve_mb: NotNegative = 1024  # kept free on the host: below it, creates are refused
     medium_size_mb: NotNegative = 0  # writable layers live on one file of this size; 0: a quarter of the free space, 4-64 GiB

@@ -144,7 +144,7 @@ def edge_config(config: Config) -> EdgeConfig:
         reclaim_after=memory.reclaim_after or None,
         fill_deadline=config.remote.deadline,
         fill_by=config.remote.method,
-        criu=_tools(config).criu(),
+        criu=_tools(config).criu() if config.node.fork_memory else None,
     )
 
 

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.harness import Node, sandbox_processes, supervisor_pid, until
+from tests.harness import Node, sandbox_processes, start_node, supervisor_pid, until
 
+from dsec.config import Config
 from dsec.linux.tools import Tools
 from libdsec import Command, DSecClient, DSecContainerRunArgs, Ending, Sandbox, errors
 
@@ -378,3 +379,19 @@ async def test_an_edge_that_dies_in_a_fork_leaves_nothing(own_node: Node) -> Non
         until(lambda: [path.name for path in medium.iterdir()] == [box.id])  # noqa: B023
     await box.stop()
     await client.close()
+
+
+async def test_off_by_default(tmp_path: Path) -> None:
+    assert not Config().node.fork_memory
+    made = start_node(tmp_path / "plain")
+    made.stop()
+    made.start({"DSEC_NODE_FORK_MEMORY": "false"})
+    try:
+        client = await made.client()
+        assert not (await client.node()).capabilities["container"]["fork_memory"]
+        async with await client.run_container(DSecContainerRunArgs(container_image="busybox")) as box:
+            with pytest.raises(errors.Unsupported, match="memory"):
+                await box.fork(1, memory=True)
+        await client.close()
+    finally:
+        made.destroy()

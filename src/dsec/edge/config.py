@@ -33,7 +33,7 @@ class EdgeConfig:
     state_dir: Path
     run_dir: Path
     aether: Path
-    criu: Path | None = None  # directory with criu, its loader and libraries; None: no forks with memory
+    criu: Path | None = None  # directory with criu, its loader and libraries; None: no forks with memory, or they are not switched on
     seccomp: Path | None = None  # filter of every command (raw sock_filter array); None: built in run_dir
     prefix: str = ""  # four of [a-z0-9]; empty: made once and kept in state_dir
     medium_bytes: int = 0  # size of the file that holds the writable layers; 0: a quarter of the free space, 4 to 64 GiB

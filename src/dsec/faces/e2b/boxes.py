@@ -173,7 +173,7 @@ class Boxes:
         """Children with the files of a sandbox and, where there are any, its running commands."""
         running = any(info.ending is Ending.RUNNING for info in await box.sandbox.commands())
         if running and not await self._copies_memory():
-            raise refused("a fork of running commands (this node has no criu)", "memory_fork_unsupported")
+            raise refused("a fork of running commands (this node has no fork_memory)", "memory_fork_unsupported")
         lifetime = None if box.pauses else float(timeout)
         children = await box.sandbox.fork(count, memory=running, max_lifetime=lifetime, labels={TIMEOUT: str(timeout)})
         return [self._add(child) for child in children]
