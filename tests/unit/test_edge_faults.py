@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dsec.edge.admission import Admission, Host
 from dsec.edge.supervisor import ConnectionLost
 from dsec.linux import limits
 from libdsec import errors
+from libdsec.copies import SnapshotRequest
 from libdsec.wire import Cause, ExecSpec, ForkRequest, Limits, State
 
 
@@ -206,3 +208,11 @@ def test_a_machine_without_limits_refuses_nothing(home: Path) -> None:
 
 def test_this_machine_is_read() -> None:
     assert {"namespaces", "mounts"} <= {room.resource for room in limits.rooms()}
+
+
+async def test_a_snapshot_that_cannot_be_recorded_leaves_nothing(edge: FakeEdge) -> None:
+    box = (await edge.create(spec())).id
+    shutil.rmtree(edge.config.state_dir / "snapshots")
+    with pytest.raises(errors.ResourceExhausted) as caught:
+        await edge.snapshot(box, SnapshotRequest())
+    assert caught.value.details["resource"] == "state" and not edge.passing and not edge.list_snapshots()

@@ -104,7 +104,7 @@ class Snapshots(Core):
             await asyncio.to_thread(_write, path, msgspec.json.encode(made))
         except OSError as error:
             await self._let_go(made)
-            raise InvalidRequest(f"the snapshot cannot be recorded: {error.strerror}") from error
+            raise ResourceExhausted(f"the snapshot cannot be recorded: {error.strerror}", resource="state", retry_after=5.0) from error
         self.snapshots[made.id] = made
         self.passing.pop(made.id)
         return made.info()
@@ -249,10 +249,17 @@ class Snapshots(Core):
 def _write(path: os.PathLike[str], data: bytes) -> None:
     """Whole or not at all, and on the disk."""
     fresh = f"{os.fspath(path)}.new"
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(fresh, path)
+        with open(fresh, "wb", opener=_private) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
