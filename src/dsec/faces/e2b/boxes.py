@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,8 +25,15 @@ log = logging.getLogger("dsec.faces.e2b")
 OURS = "e2b."  # of label keys that are not the caller's
 MARK = OURS + "face"
 TEMPLATE, TIMEOUT, ON_TIMEOUT, AUTO_RESUME = OURS + "template", OURS + "timeout", OURS + "on-timeout", OURS + "auto-resume"
+LIVE = (State.RUNNING, State.HIBERNATED)
 PRUNE_EVERY = 60.0
 HOMES_MAX = 256  # stacks of layers
+_ID = re.compile(r"[a-z0-9]{1,63}")
+
+
+def rests(info: SandboxInfo) -> bool:
+    """Whether clients see it as paused: hibernation is a pause that took its memory too."""
+    return info.paused or info.state is State.HIBERNATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +122,7 @@ class Boxes:
     async def infos(self) -> list[SandboxInfo]:
         """Every live sandbox that this face made, as the node has it now."""
         found = await self.client.list({MARK: "1"})
-        return [info for info in found if info.state is State.RUNNING]
+        return [info for info in found if info.state in LIVE]
 
     # making ---------------------------------------------------------------------------------------------------------------------
     async def create(self, wanted: NewSandbox, key: str | None) -> Box:
@@ -148,7 +156,7 @@ class Boxes:
             sandbox = await self.client.restore(
                 snapshot, labels=labels, env=wanted.env_vars, max_lifetime=lifetime, ttl_running_stop=None, idempotency_key=named
             )
-        if sandbox.info.state is not State.RUNNING:  # of an earlier call with this key
+        if sandbox.info.state not in LIVE:  # of an earlier call with this key
             raise Failure(409, f"sandbox {sandbox.id} of this Idempotency-Key has ended", "idempotency_conflict")
         box = self._add(sandbox)
         if made and key is None and not box.used:
@@ -187,6 +195,8 @@ class Boxes:
     # finding --------------------------------------------------------------------------------------------------------------------
     async def get(self, sandbox_id: str) -> Box:
         """A sandbox of this face, for the control plane, as the node has it now. Failure 404."""
+        if not _ID.fullmatch(sandbox_id):  # nor is it part of a path of the node
+            raise not_found(f"sandbox {sandbox_id[:80]!r}", "sandbox_not_found")
         box = self._known.get(sandbox_id)
         try:
             if box is None:
@@ -195,7 +205,7 @@ class Boxes:
         except errors.SandboxNotFound:
             self.drop(sandbox_id)
             raise not_found(f"sandbox {sandbox_id!r}", "sandbox_not_found") from None
-        if box.sandbox.info.state is not State.RUNNING:
+        if box.sandbox.info.state not in LIVE:
             self.drop(sandbox_id)
             raise not_found(f"sandbox {sandbox_id!r}", "sandbox_not_found")
         return box
@@ -220,7 +230,7 @@ class Boxes:
             box = await self.get(sandbox_id)
         except Failure:
             raise gone(sandbox_id) from None
-        if box.paused:
+        if box.paused or box.sandbox.info.state is State.HIBERNATED:
             raise gone(sandbox_id)
 
     def drop(self, sandbox_id: str) -> None:
@@ -230,7 +240,7 @@ class Boxes:
             box.forget()
 
     def _add(self, sandbox: Sandbox) -> Box:
-        if MARK not in sandbox.info.labels or sandbox.info.state is not State.RUNNING:
+        if MARK not in sandbox.info.labels or sandbox.info.state not in LIVE:
             raise not_found(f"sandbox {sandbox.id!r}", "sandbox_not_found")
         known = self._known.get(sandbox.id)
         if known is not None:  # created again with the same key
@@ -284,11 +294,16 @@ class Boxes:
     async def resume(self, box: Box, seconds: float) -> bool:
         """Whether it was paused; then it has this timeout."""
         async with box.turn:
-            if not box.paused and not box.sandbox.info.paused:
+            if not box.paused and not rests(box.sandbox.info):
                 return False
             if not box.pauses:
                 await box.sandbox.set_lifetime(max_lifetime=seconds)
-            await box.sandbox.resume()
+            try:
+                await box.sandbox.resume()
+            except errors.DSecError:  # there may be no room for one that wakes: it lives on as before
+                if box.paused and not box.pauses:
+                    await box.sandbox.set_lifetime(max_lifetime=None)
+                raise
             box.paused = False
             if box.pauses:
                 self._arm(box, seconds)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 from dsec.faces.e2b.errors import STATUS, Failure, invalid
-from dsec.faces.e2b.http import ClientGone, Request, decoded, to_json
+from dsec.faces.e2b.http import ClientGone, Request, decoded, to_json, whole
 
 T = TypeVar("T")
 _HEAD = struct.Struct(">BI")
@@ -89,7 +89,7 @@ def timeout(request: Request) -> float | None:
 def keepalive(request: Request) -> float:
     """Seconds of silence after which the client wants to hear something."""
     text = request.header(b"keepalive-ping-interval") or ""
-    return float(text) if text.isascii() and text.isdigit() and int(text) > 0 else KEEPALIVE
+    return float(whole(text) or KEEPALIVE)
 
 
 class Stream:

@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from dsec.faces.e2b import models
-from dsec.faces.e2b.boxes import MARK, OURS, TEMPLATE, Box, Boxes
+from dsec.faces.e2b.boxes import MARK, OURS, TEMPLATE, Box, Boxes, rests
 from dsec.faces.e2b.errors import Failure, control, invalid, refused
-from dsec.faces.e2b.http import Request
+from dsec.faces.e2b.http import Request, whole
 from dsec.faces.e2b.keys import Keys
 from libdsec.errors import DSecError
 from libdsec.wire import SandboxInfo
@@ -61,7 +61,7 @@ class Control:
     async def list_running(self, request: Request) -> None:
         """The first generation: no pages."""
         params = request.only("metadata")
-        infos = [info for info in await self.boxes.infos() if _selected(info, params) and not info.paused]
+        infos = [info for info in await self.boxes.infos() if _selected(info, params) and not rests(info)]
         infos.sort(key=_place, reverse=True)
         await request.json([self._shown(info) for info in infos])
 
@@ -179,7 +179,7 @@ class Control:
             "templateID": template, "alias": template, "sandboxID": info.id, "clientID": info.id[:4], "envdVersion": ENVD_VERSION,
             "startedAt": timestamp(info.created_at), "endAt": timestamp(self.boxes.end_of(info)), "metadata": _metadata(info),
             "cpuCount": math.ceil(limits.cpu_cores or 1), "memoryMB": limits.memory_mb or 0, "diskSizeMB": limits.disk_mb or 0,
-            "state": "paused" if info.paused else "running",
+            "state": "paused" if rests(info) else "running",
         }  # fmt: skip
 
     def _timeout(self, given: int | None) -> int:
@@ -221,7 +221,7 @@ def _selected(info: SandboxInfo, params: dict[str, str]) -> bool:
         wanted = set(states.split(","))
         if wanted - {"running", "paused"}:
             raise invalid(f"state must be running or paused, not {states[:40]!r}")
-        if ("paused" if info.paused else "running") not in wanted:
+        if ("paused" if rests(info) else "running") not in wanted:
             return False
     if "template" in params and params["template"] != info.labels.get(TEMPLATE):
         return False
@@ -257,9 +257,10 @@ def number(params: dict[str, str], name: str, default: int, most: int) -> int:
     text = params.get(name)
     if text is None:
         return default
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
+    given = whole(text)
+    if given is None or not 1 <= given <= most:
         raise invalid(f"{name} must be a number from 1 to {most}")
-    return int(text)
+    return given
 
 
 def timestamp(seconds: float) -> str:
@@ -269,5 +270,5 @@ def timestamp(seconds: float) -> str:
 def _read_time(text: str) -> float:
     try:
         return datetime.datetime.fromisoformat(text.replace(" ", "+")).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise invalid(f"startedAfter is not a time: {text[:40]!r}") from None

@@ -93,6 +93,8 @@ _DATA: dict[type[sdk.DSecError], tuple[int, str]] = {
     sdk.CommandNotFound: (404, "not_found"),
     sdk.CommandEnded: (404, "not_found"),
     sdk.StdinClosed: (400, "failed_precondition"),
+    sdk.AtCapacity: (429, "resource_exhausted"),  # for one that would have to wake
+    sdk.ResourceExhausted: (429, "resource_exhausted"),
     sdk.PidsLimit: (429, "resource_exhausted"),
     sdk.NoMemory: (429, "resource_exhausted"),
     sdk.InvalidRequest: (400, "invalid_argument"),

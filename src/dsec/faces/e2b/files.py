@@ -10,7 +10,7 @@ from typing import Any
 
 from dsec.faces.e2b.boxes import Box
 from dsec.faces.e2b.errors import Failure, invalid, refused
-from dsec.faces.e2b.http import Request
+from dsec.faces.e2b.http import DIGITS_MAX, Request
 from dsec.faces.e2b.multipart import Reader
 from dsec.faces.e2b.paths import resolve
 from libdsec.wire import FileInfo
@@ -112,7 +112,7 @@ def _not_modified(request: Request, info: FileInfo) -> bool:
         return False
     try:
         return int(info.mtime) <= email.utils.parsedate_to_datetime(since).timestamp()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 
@@ -122,6 +122,8 @@ def _range(request: Request, size: int) -> tuple[int, int] | None:
     found = _RANGE.fullmatch(asked.replace(" ", "")) if asked is not None and size > 0 else None
     if found is None or found.groups() == ("", ""):
         return None
+    if max(map(len, found.groups())) > DIGITS_MAX:
+        raise invalid(f"a number in Range has more than {DIGITS_MAX} digits")
     if not found[1]:
         first, end = max(0, size - int(found[2])), size
     else:

@@ -16,6 +16,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 
 BODY_MAX = 4 << 20  # of a body that is decoded
+PARAMS_MAX = 64
+DIGITS_MAX = 18  # of a number in a query or a header
 _to_json = msgspec.json.Encoder().encode
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
@@ -49,7 +51,10 @@ class Request:
         """The query, decoded."""
         if self._params is None:
             text = self._query.decode("latin-1")
-            self._params = dict(parse_qsl(text, keep_blank_values=True, errors="surrogateescape", max_num_fields=64))
+            try:
+                self._params = dict(parse_qsl(text, keep_blank_values=True, errors="surrogateescape", max_num_fields=PARAMS_MAX))
+            except ValueError as error:
+                raise invalid(f"the query has more than {PARAMS_MAX} fields") from error
         return self._params
 
     def only(self, *allowed: str) -> dict[str, str]:
@@ -130,6 +135,11 @@ def decoded(data: bytes, kind: type[T]) -> T:
         raise invalid(text, "unknown_field" if "unknown field" in text else "invalid_request") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from error
+
+
+def whole(text: str) -> int | None:
+    """A number of decimal digits alone; None: it is none, or is longer than any that has a meaning here."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX else None
 
 
 def to_json(value: Any) -> bytes:

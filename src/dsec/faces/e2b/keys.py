@@ -10,6 +10,8 @@ import hashlib
 import hmac
 import time
 
+from dsec.faces.e2b.http import whole
+
 _ID_LENGTH = 20
 
 
@@ -58,5 +60,5 @@ class Keys:
 
 
 def has_expired(expires: str | None) -> bool:
-    """`signature_expiration`: Unix seconds."""
-    return expires is not None and not (expires.isascii() and expires.isdigit() and int(expires) >= time.time())
+    """`signature_expiration`: Unix seconds. What is no such number has."""
+    return expires is not None and (whole(expires) or 0) < time.time()
