@@ -87,7 +87,10 @@ def test_the_log_says_once_why_a_face_cannot_start(tmp_path: Path) -> None:
     why = "the process that speaks E2B ended with 7: the disk is gone"
     broken.touch()
     with pytest.raises(RuntimeError, match=f"the node cannot start: {why}"):
-        node.start(hooked)
+        node.start(hooked)  # it may answer for a moment: a face needs a node that does
+        assert node.process is not None
+        node.process.wait(60)
+        raise RuntimeError(node.log())
     broken.unlink()
     node.start(hooked)
     try:
