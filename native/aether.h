@@ -244,6 +244,7 @@ void snapshot_start(struct conn *c, struct request *r);
 void snapshots_forget(const struct conn *c);               // it is gone, and with it who would use them
 void snapshots_end(void);
 int snapshot_under_way(void);
+void snapshot_thaw(void);                                  // everything goes on: at once, or when the copy in the making is made
 int snapshot_freeze(struct fault *f);                      // 0: nothing inside runs; blocks
 
 // checkpoint.c: the memory of all running commands, while nothing inside runs. Called by the process that takes the snapshot

@@ -62,7 +62,7 @@ uint64_t pause_idle(const char *reason) {
 
 void pause_end(void) {
   if (!A.paused) return;
-  write_at(A.s->cgroup_fd, "cgroup.freeze", "0");
+  snapshot_thaw();
   reclaim_stop();
   commands_shift(A.now - A.paused);
   A.paused = give_up = 0;

@@ -356,7 +356,10 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     case F_RESTORE: restore_start(c, &r); break;
     case F_PAUSE: pause_start(c, &r); break;
     case F_RECLAIM: reclaim_request(c, &r); break;
-    case F_RESUME: conn_ok(c, id); break;
+    case F_RESUME:
+      snapshot_thaw();                 // asked for in so many words, it is done whatever we believe
+      conn_ok(c, id);
+      break;
     default: about_command(c, type, &r);
   }
 }

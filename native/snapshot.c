@@ -4,9 +4,11 @@
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -17,6 +19,10 @@
 
 struct snapshot { struct source src; struct snapshot *next; pid_t pid; struct conn *conn; uint32_t request; char name[96]; char *memory; }; // memory: directory for it
 static struct snapshot *snapshots;     // in turn: only the first one has a child
+
+// What supervisor and child tell each other: a resume in the middle must not move what is copied, and what nobody wants to stand still must go on
+// the moment the copy is made, for the supervisor may be waiting for a program that has to start. Each says its own and then looks at the other's.
+static struct { atomic_int paused, done; } *shared;
 
 static void begin(struct snapshot *n);
 
@@ -37,9 +43,10 @@ static void __attribute__((noreturn)) take(const char *name, const char *memory,
   // what it would leave when its supervisor is killed now is nobody's
   if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) || getppid() != parent) _exit(1);
   // the first one writes back what is dirty, so that the freeze is short
-  if (!medium_snapshot(A.s, name, &f) && !medium_remove(name) && !snapshot_freeze(&f) && (!memory || !checkpoint_take(memory, &f)))
+  if ((A.paused || (!medium_snapshot(A.s, name, &f) && !medium_remove(name))) && !snapshot_freeze(&f) && (!memory || !checkpoint_take(memory, &f)))
     medium_snapshot(A.s, name, &f);
-  if (!A.paused) freeze(0);
+  atomic_store(&shared->done, 1);
+  if (!atomic_load(&shared->paused)) freeze(0);
   (void)!write(report, &f, sizeof f);
   _exit(0);
 }
@@ -60,10 +67,8 @@ static void on_report(struct source *src, uint32_t events) {
   (void)events;
   struct snapshot *n = OWNER(src, struct snapshot, src);
   struct fault f;
-  if (read(src->fd, &f, sizeof f) != sizeof f) {         // it was killed, perhaps before it let everything go on
-    if (!A.paused) freeze(0);
-    f = (struct fault){.code = "internal", .message = "the process that took the snapshot died"};
-  }
+  if (read(src->fd, &f, sizeof f) != sizeof f) f = (struct fault){.code = "internal", .message = "the process that took the snapshot died"};
+  if (!A.paused) freeze(0);            // it may have been killed before it did
   loop_close(src);
   while (waitpid(n->pid, NULL, 0) < 0 && errno == EINTR) {}
   n->pid = 0;
@@ -75,9 +80,17 @@ static void on_report(struct source *src, uint32_t events) {
 }
 
 static void begin(struct snapshot *n) {
-  int report[2];
+  int report[2] = {-1, -1};
   pid_t self = getpid();
-  if (pipe2(report, O_CLOEXEC) || (n->pid = fork()) < 0) {
+  if (!shared && (shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) == MAP_FAILED) shared = NULL;
+  if (shared) {
+    atomic_store(&shared->paused, A.paused != 0);
+    atomic_store(&shared->done, 0);
+  }
+  if (!shared || pipe2(report, O_CLOEXEC) || (n->pid = fork()) < 0) {
+    close_fd(&report[0]);
+    close_fd(&report[1]);
+    n->pid = 0;
     if (n->conn) conn_error(n->conn, n->request, "resource_exhausted", errno, "start a process for a snapshot of sandbox %s", A.s->spec.id);
     drop(n);
     return;
@@ -115,6 +128,14 @@ void snapshot_start(struct conn *c, struct request *r) {
 }
 
 int snapshot_under_way(void) { return snapshots != NULL; }
+
+void snapshot_thaw(void) {
+  if (snapshots) {
+    atomic_store(&shared->paused, 0);
+    if (!atomic_load(&shared->done)) return;
+  }
+  freeze(0);
+}
 
 void snapshots_forget(const struct conn *c) {
   for (struct snapshot *n = snapshots; n; n = n->next)

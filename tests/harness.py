@@ -210,6 +210,10 @@ def cgroups_of(sandbox_id: str) -> list[str]:
     return [str(path) for pattern in ("dsec-*", "*/dsec-*") for parent in root.glob(pattern) if (path := parent / sandbox_id).is_dir()]
 
 
+def frozen(sandbox_id: str) -> bool:
+    return any(file.read_text().strip() == "1" for path in cgroups_of(sandbox_id) if (file := Path(path, "cgroup.freeze")).exists())
+
+
 def _cgroup_dirs(name: str) -> list[Path]:
     root = Path("/sys/fs/cgroup")
     bases = (root, *(child for child in root.iterdir() if child.is_dir()))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.harness import Node, sandbox_processes, start_node, supervisor_pid, until
+from tests.harness import Node, frozen, sandbox_processes, start_node, supervisor_pid, until
 
 from dsec.config import Config
 from dsec.linux.tools import Tools
@@ -395,3 +395,46 @@ async def test_off_by_default(tmp_path: Path) -> None:
         await client.close()
     finally:
         made.destroy()
+
+
+# A copy of memory and one of files at different instants: the file is ahead of, or behind, who writes it.
+TORN = """
+import os, time
+f, n, told = os.open("/srv/n", os.O_RDWR | os.O_CREAT), 0, 0
+os.pwrite(f, b"%020d" % n, 0)
+ballast = bytearray(os.urandom(1 << 20)) * 150
+while True:
+    found = int(os.pread(f, 20, 0))
+    if found not in (n, n + 1):
+        print("torn", n, found, flush=True)
+        n = found
+    n += 1
+    os.pwrite(f, b"%020d" % n, 0)
+    if time.monotonic() > told + 0.1:
+        told = time.monotonic()
+        print("fine", flush=True)
+"""
+
+
+async def test_a_resume_in_the_middle_of_a_copy_of_memory(node: Node, client: DSecClient) -> None:
+    box = await client.run_container(args(memory_limit_mb=512))
+    await box.files.write("/srv/torn.py", TORN.encode())
+    writer = await box.start(["python3", "/srv/torn.py"])
+    while b"fine" not in await writer.logs():
+        await asyncio.sleep(0.05)
+    for i in range(8):
+        await box.pause()
+
+        async def want(after: float) -> None:
+            await asyncio.sleep(after)
+            await box.run_shell("echo hi", check=True)
+
+        (child,), _ = await asyncio.gather(box.fork(1, memory=True), want(0.03 + i * 0.03))
+        assert not (await client.info(box.id)).paused and not frozen(box.id), i
+        copy = await child.command(writer.id)
+        said = len(await copy.logs())
+        while len(text := await copy.logs()) == said:
+            await asyncio.sleep(0.05)
+        assert b"torn" not in text, i
+        await child.stop()
+    await box.stop()

@@ -5,7 +5,7 @@ import asyncio
 import time
 
 import pytest
-from tests.harness import Node
+from tests.harness import Node, frozen
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox, errors
 
@@ -128,3 +128,41 @@ async def test_pause_snapshot_and_restart_go_together(own_node: Node) -> None:
     assert (await (await client.connect(children[0].id)).run_shell("test -s /srv/n && echo ok")).text == "ok\n"
     await client.snapshots.remove(taken.id)
     await client.close()
+
+
+ORDER = """
+import os
+first, second = (os.open("/srv/" + name, os.O_RDWR | os.O_CREAT) for name in "ab")
+n = 0
+while True:
+    n += 1
+    os.pwrite(first, b"%020d" % n, 0)
+    os.pwrite(second, b"%020d" % n, 0)
+"""
+
+
+async def test_a_resume_in_the_middle_of_a_snapshot(node: Node, client: DSecClient) -> None:
+    box = await client.run_container(args())
+    await box.files.write("/srv/order.py", ORDER.encode())
+    await box.start(["python3", "/srv/order.py"])
+    await asyncio.sleep(0.3)
+
+    async def want(i: int) -> None:
+        await asyncio.sleep(i % 6 * 0.004)
+        began = time.monotonic()
+        await (box.run_shell("echo hi", check=True) if i % 3 else box.files.read("/srv/a"))
+        assert time.monotonic() - began < 5
+
+    for i in range(24):
+        await box.pause()
+        taken, again, _ = await asyncio.gather(box.snapshot(), box.snapshot(), want(i))
+        assert not (await client.info(box.id)).paused
+        assert not frozen(box.id), i
+        if i % 6 == 0:
+            child = await client.restore(taken.id)
+            ahead, behind = int(await child.files.read("/srv/a")), int(await child.files.read("/srv/b"))
+            assert ahead - behind in (0, 1)
+            await child.stop()
+        for one in (taken, again):
+            await client.snapshots.remove(one.id)
+    await box.stop()
