@@ -148,11 +148,14 @@ async def test_whoever_comes_meanwhile_waits(node: Node, client: DSecClient) -> 
             except errors.Unavailable as error:
                 assert error.retryable
                 outcomes.append("unavailable")
+            except errors.StreamLost:
+                assert number % 4 == 2, "a file's bytes that a rollback cuts off are never taken for the whole file"
+                outcomes.append("cut")
 
     async def roll() -> int:
         n = 0
         while time.monotonic() < stop:
-            await asyncio.sleep(random.uniform(0, 0.05))
+            await asyncio.sleep(random.uniform(0, 0.2))  # so that some get through
             await box.rollback(taken)
             n += 1
         return n
