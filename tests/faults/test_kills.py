@@ -141,6 +141,7 @@ async def test_a_stream_whose_supervisor_died_with_the_edge(own_node: Node) -> N
         own_node.kill()
         os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(own_node.start)
-        with pytest.raises(errors.SandboxLost):
+        with pytest.raises((errors.SandboxLost, errors.SandboxEnded)) as caught:  # the latter where it had not heard of the start yet
             await asyncio.wait_for(reader, 30)
+        assert caught.value.details["cause"] == Cause.INFRA_LOST.value
         await stream.aclose()
