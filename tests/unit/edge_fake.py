@@ -56,6 +56,7 @@ class FakeAether:
         self.turn = 0
         self.old = False  # knows nothing of LEAVE
         self.silent = False  # takes requests and answers none
+        self.deaf = False  # does not obey a stop
         self.memory, self.gives = 4096, 0  # what it holds, and how much of that a reclaim gets
 
     async def listen(self) -> None:
@@ -155,6 +156,8 @@ class FakeAether:
             case wire.F_LEAVE:
                 say(wire.F_LEFT, wire.u64(wire.T_DISK_USED, 4096))
                 self.leave()
+            case wire.F_STOP if self.deaf:
+                pass
             case wire.F_STOP:
                 for each, request in self.subscribers:
                     if each is not writer:

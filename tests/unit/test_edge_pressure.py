@@ -95,3 +95,11 @@ async def test_a_pass_that_only_paused_was_in_vain(short: Short) -> None:
     await asyncio.sleep(1)
     assert [(r.action, r.bytes) for r in short.edge.memory_info().recent] == [("reclaim", 0), ("pause", 40 * MIB)]
     assert short.asked(wire.F_STAT) == 1
+
+
+async def test_one_that_does_not_obey_its_eviction_is_ended_all_the_same(short: Short) -> None:
+    short.aether.memory, short.aether.deaf = 40 * MIB, True
+    short.has(20)
+    async with asyncio.timeout(5):
+        await short.edge.table.get(short.aether.id).ended
+    assert short.asked(wire.F_STOP) == 1 and short.edge.backend.reaped == [short.aether.id]

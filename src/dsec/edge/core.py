@@ -265,6 +265,12 @@ class Core:
 
     # the end ----------------------------------------------------------------------------------------------------------------------
 
+    def order_stop(self, sandbox: Sandbox, control: Control, why: bytes) -> None:
+        """Tell its supervisor to end it. That comes as an event, or by way of a broken connection; the sweep looks after one that hangs."""
+        sandbox.stop_by = asyncio.get_running_loop().time() + self.config.stop_timeout
+        self.due(time.time() + self.config.stop_timeout)
+        control.call(wire.F_STOP, why)
+
     async def bury(self, sandbox: Sandbox, why: str, cause: Cause = Cause.INFRA_LOST) -> None:
         """End a sandbox without its supervisor: kill by cgroup, remove what is left, take the cause from what the supervisor wrote."""
         failed = await self.clean(sandbox)

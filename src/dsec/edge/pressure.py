@@ -200,8 +200,7 @@ class Pressure(Core):
         why = f"the node had {self.admission.host.available // MIB} MiB left; {what} and held {held.memory // MIB} MiB"
         self._relieved(held, "evict", held.memory)
         log.warning("evicted: %s", why, extra={"sandbox_id": sandbox.id})
-        sandbox.stop_by = asyncio.get_running_loop().time() + self.config.stop_timeout
-        control.call(wire.F_STOP, wire.text(wire.T_CAUSE, "evicted") + wire.text(wire.T_REASON, why))
+        self.order_stop(sandbox, control, wire.text(wire.T_CAUSE, "evicted") + wire.text(wire.T_REASON, why))
         await asyncio.shield(sandbox.ended)
         return True
 

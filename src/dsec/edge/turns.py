@@ -355,8 +355,7 @@ class Turns(Snapshots, Pausing):
 
     async def end(self, sandbox: Sandbox, cause: Cause) -> None:
         """End it through its supervisor, and wait for that; without one, from here."""
-        if sandbox.recovering is not None:
-            await asyncio.shield(sandbox.recovering)
+        await self.settled(sandbox)
         if sandbox.state is State.ENDED or not self.table.known(sandbox.id):
             return
         if sandbox.state is State.HIBERNATED:
@@ -364,10 +363,7 @@ class Turns(Snapshots, Pausing):
             return
         control = sandbox.control
         if control is not None and not control.closed:
-            # its end comes as an event, or by way of a broken connection; the sweep looks after one that hangs
-            sandbox.stop_by = asyncio.get_running_loop().time() + self.config.stop_timeout
-            self.due(time.time() + self.config.stop_timeout)
-            control.call(wire.F_STOP, _STOP[cause])
+            self.order_stop(sandbox, control, _STOP[cause])
             await asyncio.shield(sandbox.ended)
             return
         await self.bury(sandbox, "there was no connection to its supervisor")
