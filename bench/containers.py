@@ -62,20 +62,20 @@ class Podman:
         """Begin containers until there are `most`, one fails, time is over or memory short; a command in some; remove all."""
         before, began = meminfo()["MemAvailable"], time.perf_counter()
         made: list[str] = []
-        ended = f"{most} were asked for"
+        stopped: str | None = None
 
         def one(_: int) -> None:
-            nonlocal ended
-            if ended.startswith(str(most)) and time.perf_counter() - began > within:
-                ended = f"{within:.0f} s were over"
-            elif ended.startswith(str(most)) and meminfo()["MemAvailable"] < RESERVE:
-                ended = "memory was short"
-            if not ended.startswith(str(most)):
+            nonlocal stopped
+            if stopped is None and time.perf_counter() - began > within:
+                stopped = f"{within:.0f} s were over"
+            elif stopped is None and meminfo()["MemAvailable"] < RESERVE:
+                stopped = "memory was short"
+            if stopped is not None:
                 return
             try:
                 made.append(self._begin())
             except RuntimeError as error:
-                ended = f"one failed: {error}"
+                stopped = f"one failed: {error}"
 
         with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
             list(pool.map(one, range(most)))
@@ -89,6 +89,7 @@ class Podman:
             took.append(time.perf_counter() - at)
         began = time.perf_counter()
         self._remove()
+        ended = stopped or f"{most} were asked for"
         return Managed(len(made), ended, seconds, each, percentile(took, 50) if took else 0.0, time.perf_counter() - began)
 
     def _remove(self) -> None:
