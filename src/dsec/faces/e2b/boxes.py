@@ -127,9 +127,7 @@ class Boxes:
     # making ---------------------------------------------------------------------------------------------------------------------
     async def create(self, wanted: NewSandbox, key: str | None) -> Box:
         """A new sandbox from a template, which is an environment or a snapshot."""
-        timeout = self.settings.timeout if wanted.timeout is None else wanted.timeout
-        if timeout == 0:
-            raise invalid("timeout must be at least 1 second")
+        timeout = self.timeout(wanted.timeout)
         metadata = wanted.metadata or {}
         for name in metadata:
             if name.startswith(OURS) or "=" in name:
@@ -164,6 +162,13 @@ class Boxes:
                 self._homes.clear()
             box.fresh = self._homes.setdefault(tuple(sandbox.info.layers), {})
         return box
+
+    def timeout(self, given: int | None) -> int:
+        """Seconds, as the client says or else as this face is told."""
+        timeout = self.settings.timeout if given is None else given
+        if timeout == 0:
+            raise invalid("timeout must be at least 1 second")
+        return timeout
 
     def no_template(self, name: str) -> Failure:
         """What a client is told, and whose fault it is."""

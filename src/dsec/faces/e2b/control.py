@@ -16,6 +16,7 @@ from dsec.faces.e2b.boxes import MARK, OURS, TEMPLATE, Box, Boxes, rests
 from dsec.faces.e2b.errors import Failure, control, invalid, refused
 from dsec.faces.e2b.http import Request, whole
 from dsec.faces.e2b.keys import Keys
+from libdsec.copies import SnapshotInfo
 from libdsec.errors import DSecError
 from libdsec.wire import SandboxInfo
 
@@ -88,7 +89,7 @@ class Control:
         wanted = await request.decode(models.Connect)
         if wanted.memory is False:
             raise refused("a cold boot from disk", "reboot_unsupported")
-        timeout = self._timeout(wanted.timeout)
+        timeout = self.boxes.timeout(wanted.timeout)
         box = await self.boxes.get(sandbox_id)
         resumed = await self.boxes.resume(box, timeout)
         if not resumed:
@@ -100,7 +101,7 @@ class Control:
         box = await self.boxes.get(sandbox_id)
         if wanted.auto_pause is not None and wanted.auto_pause != box.pauses:
             raise refused("another timeout action at resume", "auto_pause_change_unsupported")
-        if not await self.boxes.resume(box, self._timeout(wanted.timeout)):
+        if not await self.boxes.resume(box, self.boxes.timeout(wanted.timeout)):
             raise Failure(409, f"sandbox {box.id} is running", "sandbox_running")
         await request.json(self.made(box), 201)
 
@@ -112,7 +113,7 @@ class Control:
     async def refresh(self, request: Request, sandbox_id: str) -> None:
         wanted = await request.decode(models.Refresh)
         box = await self.boxes.get(sandbox_id)
-        await self.boxes.set_timeout(box, self._timeout(wanted.duration), longer_only=True)
+        await self.boxes.set_timeout(box, self.boxes.timeout(wanted.duration), longer_only=True)
         await request.empty()
 
     async def network(self, request: Request, sandbox_id: str) -> None:
@@ -145,7 +146,7 @@ class Control:
 
     async def fork(self, request: Request, sandbox_id: str) -> None:
         wanted = await request.decode(models.Fork)
-        timeout = self._timeout(wanted.timeout)
+        timeout = self.boxes.timeout(wanted.timeout)
         box = await self.boxes.get(sandbox_id)
         try:
             children = await self.boxes.fork(box, wanted.count, timeout)
@@ -162,7 +163,7 @@ class Control:
         if wanted.memory:
             raise refused("a snapshot with memory", "memory_snapshot_unsupported")
         taken = await (await self.boxes.get(sandbox_id)).sandbox.snapshot(wanted.name)
-        await request.json({"snapshotID": taken.id, "names": [taken.name] if taken.name else []}, 201)
+        await request.json(copied(taken), 201)
 
     # how ------------------------------------------------------------------------------------------------------------------------
     def made(self, box: Box) -> dict[str, Any]:
@@ -181,12 +182,6 @@ class Control:
             "cpuCount": math.ceil(limits.cpu_cores or 1), "memoryMB": limits.memory_mb or 0, "diskSizeMB": limits.disk_mb or 0,
             "state": "paused" if rests(info) else "running",
         }  # fmt: skip
-
-    def _timeout(self, given: int | None) -> int:
-        timeout = self.boxes.settings.timeout if given is None else given
-        if timeout == 0:
-            raise invalid("timeout must be at least 1 second")
-        return timeout
 
 
 def _check_new(wanted: models.NewSandbox, newer: bool) -> None:
@@ -261,6 +256,11 @@ def number(params: dict[str, str], name: str, default: int, most: int) -> int:
     if given is None or not 1 <= given <= most:
         raise invalid(f"{name} must be a number from 1 to {most}")
     return given
+
+
+def copied(info: SnapshotInfo) -> dict[str, Any]:
+    """A snapshot as this wire shows it."""
+    return {"snapshotID": info.id, "names": [info.name] if info.name else []}
 
 
 def timestamp(seconds: float) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dsec.faces.e2b.boxes import Boxes
-from dsec.faces.e2b.control import PAGE, PAGE_MAX, number
+from dsec.faces.e2b.control import PAGE, PAGE_MAX, copied, number
 from dsec.faces.e2b.errors import invalid, refused
 from dsec.faces.e2b.http import Request
 from libdsec import errors
-from libdsec.copies import SnapshotInfo
 
 
 class Templates:
@@ -49,7 +46,7 @@ class Templates:
             found = found[places[0] + 1 :]
         limit = number(params, "limit", PAGE, PAGE_MAX)
         page, more = found[:limit], len(found) > limit
-        await request.json([_snapshot(one) for one in page], headers={"x-next-token": page[-1].id} if more else None)
+        await request.json([copied(one) for one in page], headers={"x-next-token": page[-1].id} if more else None)
 
     async def refuse(self, request: Request) -> None:
         """Tags are given when a template is built."""
@@ -61,7 +58,3 @@ class Templates:
         except (errors.LayerNotFound, errors.InvalidRequest):  # it cannot be the name of one
             return False
         return True
-
-
-def _snapshot(info: SnapshotInfo) -> dict[str, Any]:
-    return {"snapshotID": info.id, "names": [info.name] if info.name else []}
