@@ -22,7 +22,6 @@ from libdsec.errors import AtCapacity, InvalidRequest
 from libdsec.wire import CpuClass, Limits
 
 _FRESH = 0.25  # seconds for which a reading of the host is used again
-_SANDBOX_MEMORY = 2 * MIB  # charged for each sandbox made since the reading: supervisor, init and kernel memory, rounded up
 _DISK_RESERVE = 64 * MIB  # below this the medium takes no more sandboxes
 _FEW = 32  # sandboxes: with room for less, a limit of the kernel is worth a warning
 _STALL = 40.0  # percent of the last 10 s in which every task waited for memory
@@ -187,7 +186,7 @@ class Admission:
         config, host = self._config, self.host
         if live >= config.max_sandboxes:
             raise _full("sandboxes", f"{live} of {config.max_sandboxes} sandboxes exist", 1.0)
-        if self._left < _SANDBOX_MEMORY:
+        if self._left < kernel.MEMORY:
             raise _full("memory", f"{host.available // MIB} MiB are available and {config.memory_reserve // MIB} MiB are kept free", 2.0)
         # stalls at a sandbox's own limit count in the host's figure: they say something of the host only where memory is short
         if self._short and host.stall > _STALL:
@@ -261,7 +260,7 @@ class Admission:
 
     @property
     def _left(self) -> int:
-        return self.host.available - self._config.memory_reserve - self._since * _SANDBOX_MEMORY
+        return self.host.available - self._config.memory_reserve - self._since * kernel.MEMORY
 
     @property
     def _short(self) -> bool:

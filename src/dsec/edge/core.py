@@ -100,15 +100,19 @@ class Core:
             await self.settled(sandbox)
         if sandbox.waking is not None or sandbox.state is State.HIBERNATED:
             await self.wake(sandbox)
+        self.usable(sandbox)
+        if sandbox.control is None or sandbox.control.closed:
+            raise lost(sandbox.id, "there is no connection to its supervisor")
+        return sandbox.control
+
+    def usable(self, sandbox: Sandbox) -> None:
+        """Raise why nothing can be asked of it: SandboxEnded, WireVersion, Unavailable."""
         if sandbox.state is State.ENDED:
             raise sandbox.gone()
         if sandbox.refused is not None:
             raise sandbox.refused
         if self.closing:
             raise Unavailable("the edge is stopping")
-        if sandbox.control is None or sandbox.control.closed:
-            raise lost(sandbox.id, "there is no connection to its supervisor")
-        return sandbox.control
 
     async def settled(self, sandbox: Sandbox) -> None:
         """Wait until it is settled what becomes of it, when that is open at this moment."""

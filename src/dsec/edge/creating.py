@@ -14,7 +14,7 @@ from dsec.edge.pool import is_as
 from dsec.edge.recovery import Recovery
 from dsec.edge.specs import check_key, check_spec
 from dsec.edge.supervisor import ConnectionLost
-from dsec.edge.turns import describe
+from dsec.edge.telling import describe
 from libdsec.errors import (
     AtCapacity,
     DSecError,

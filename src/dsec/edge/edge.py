@@ -7,11 +7,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from pathlib import Path
 
 from msgspec import UNSET
 
@@ -29,11 +27,9 @@ from dsec.edge.packing import Packing
 from dsec.edge.pressure import Pressure
 from dsec.edge.specs import check_labels, check_lifetime
 from dsec.edge.swap import Swap
-from dsec.edge.turns import nanoseconds
-from libdsec.errors import (
-    DSecError,
-    Unavailable,
-)
+from dsec.edge.telling import nanoseconds
+from dsec.linux.files import write_whole
+from libdsec.errors import DSecError, Unavailable
 from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     Cause,
@@ -201,7 +197,7 @@ class Edge(Creating, Packing, Pressure, Files):
             if request.max_lifetime is not None:
                 check_lifetime("max_lifetime", request.max_lifetime)
             deadline = None if request.max_lifetime is None else time.time() + request.max_lifetime
-            payload += wire.u64(wire.T_DEADLINE_NS, 0 if deadline is None else int(deadline * 1e9))
+            payload += wire.u64(wire.T_DEADLINE_NS, nanoseconds(deadline))
         if request.idle_timeout is not UNSET:
             if request.idle_timeout is not None:
                 check_lifetime("idle_timeout", request.idle_timeout)
@@ -253,9 +249,7 @@ def _prefix(config: EdgeConfig) -> str:
     if kept and prefix != kept:
         raise Unavailable(f"the configuration says prefix {prefix!r}, the sandboxes in {config.state_dir} have {kept!r}")
     if not kept:
-        fresh = Path(f"{path}.new")
-        fresh.write_text(json.dumps({"version": 1, "prefix": prefix}) + "\n")
-        os.replace(fresh, path)
+        write_whole(path, json.dumps({"version": 1, "prefix": prefix}).encode() + b"\n")
     return prefix
 
 

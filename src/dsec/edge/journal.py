@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from dsec.linux.files import sync_directory
 from libdsec.errors import ResourceExhausted
 from libdsec.wire import Cause, CpuClass, Limits, SandboxSpec
 
@@ -233,18 +234,10 @@ class Journal:
                 os.fsync(fd)
             os.rename(fresh, self.path)
             if durable:
-                _sync_directory(self.path.parent)
+                sync_directory(self.path.parent)
         except OSError as error:
             os.close(fd)
             fresh.unlink(missing_ok=True)
             raise ResourceExhausted(f"the journal {self.path} cannot be rewritten: {error.strerror}", resource="journal") from error
         self.close()
         self._fd, self._size, self._compacted = fd, len(data), len(data)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -115,10 +115,9 @@ def key_of(spec: SandboxSpec) -> object:
 
 def shape_of(spec: SandboxSpec) -> SandboxSpec:
     """What has to be equal as it stands; limits, user and workdir have to be equal in effect."""
-    return msgspec.structs.replace(
-        spec, labels={}, env={}, name=None, hostname=None, max_lifetime=None, idle_timeout=None, auto_pause=None, limits=PLAIN.limits,
-        user=None, workdir=None, cpu_class=None, network_rules={rule: on for rule, on in spec.network_rules.items() if on},
-    )  # fmt: skip
+    at_hand_out = {name: getattr(PLAIN, name) for name in AT_HAND_OUT}
+    rules = {rule: on for rule, on in spec.network_rules.items() if on}
+    return msgspec.structs.replace(spec, **at_hand_out, limits=PLAIN.limits, user=None, workdir=None, cpu_class=None, network_rules=rules)
 
 
 def id_of(spec: SandboxSpec) -> str:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -26,6 +25,8 @@ from dsec.edge.pool import AT_HAND_OUT, PLAIN, Pool, id_of, is_as, is_well, key_
 from dsec.edge.snapshots import Snapshots
 from dsec.edge.specs import check_spec
 from dsec.edge.supervisor import ConnectionLost
+from dsec.edge.telling import hostname, nanoseconds
+from dsec.linux.files import write_whole
 from libdsec.errors import DSecError, InvalidRequest, NotFound, ResourceExhausted, Unsupported
 from libdsec.wire import Cause, CpuClass, Limits, PoolInfo, PoolRequest, SandboxSpec, State
 
@@ -149,7 +150,11 @@ class Pooling(Snapshots):
             decided[pool.id] = Decision(pool.spec, size)
         else:
             decided.pop(pool.id, None)
-        _write(f"{self.config.state_dir}/pools.json", _File(VERSION, list(decided.values())))
+        path = self.config.state_dir / "pools.json"
+        try:
+            write_whole(path, msgspec.json.encode(_File(VERSION, list(decided.values()))))
+        except OSError as error:
+            raise ResourceExhausted(f"{path} cannot be written: {error.strerror}", resource="disk") from error
         self._decided = decided
         pool = self._resize(pool.spec, size, pool)
         pool.error, pool.retry_at, pool.failures = None, 0.0, 0
@@ -223,10 +228,10 @@ class Pooling(Snapshots):
         """Tell its supervisor whose it is: host name, environment, lifetimes; its idle clock begins."""
         spec, control = sandbox.spec, sandbox.control
         payload = (
-            text_field(wire.T_HOSTNAME, spec.hostname or spec.name or sandbox.id, "hostname")
-            + wire.u64(wire.T_DEADLINE_NS, 0 if sandbox.deadline is None else int(sandbox.deadline * 1e9))
-            + wire.u64(wire.T_IDLE_NS, 0 if sandbox.idle_timeout is None else max(1, int(sandbox.idle_timeout * 1e9)))
-            + wire.u64(wire.T_AUTO_PAUSE_NS, 0 if sandbox.auto_pause is None else max(1, int(sandbox.auto_pause * 1e9)))
+            text_field(wire.T_HOSTNAME, hostname(sandbox), "hostname")
+            + wire.u64(wire.T_DEADLINE_NS, nanoseconds(sandbox.deadline))
+            + wire.u64(wire.T_IDLE_NS, nanoseconds(sandbox.idle_timeout))
+            + wire.u64(wire.T_AUTO_PAUSE_NS, nanoseconds(sandbox.auto_pause))
             + env_fields({**image.env, **spec.env})
         )
         if control is None:
@@ -424,12 +429,3 @@ class Pooling(Snapshots):
                 await self.bury(sandbox, "it did not obey a stop")
         finally:
             self._leaving.discard(sandbox.ended)
-
-
-def _write(path: str, content: _File) -> None:
-    try:
-        with open(f"{path}.new", "wb") as file:
-            file.write(msgspec.json.encode(content))
-        os.replace(f"{path}.new", path)
-    except OSError as error:
-        raise ResourceExhausted(f"{path} cannot be written: {error.strerror}", resource="disk") from error

@@ -20,6 +20,7 @@ from dsec.edge.core import Core
 from dsec.edge.lifecycle import Sandbox, random_text
 from dsec.edge.specs import check_labels
 from dsec.images.model import ResolvedImage
+from dsec.linux.files import write_whole
 from libdsec.copies import SnapshotInfo, SnapshotRequest
 from libdsec.errors import DSecError, InvalidRequest, LayerNotFound, ResourceExhausted, SandboxNotFound, SnapshotNotFound, Unavailable
 from libdsec.wire import CpuClass, ForkRequest, Limits, SandboxSpec
@@ -101,7 +102,7 @@ class Snapshots(Core):
         made = await self._copy(sandbox, f"snap-{random_text(16)}", request.name, request.labels)
         path = self._directory / f"{made.id}.json"
         try:
-            await asyncio.to_thread(_write, path, msgspec.json.encode(made))
+            await asyncio.to_thread(write_whole, path, msgspec.json.encode(made), sync=True)
         except OSError as error:
             await self._let_go(made)
             raise ResourceExhausted(f"the snapshot cannot be recorded: {error.strerror}", resource="state", retry_after=5.0) from error
@@ -244,22 +245,3 @@ class Snapshots(Core):
     async def end_fork(self, made: Snapshot) -> None:
         """The children have their own copies."""
         await self._let_go(made)
-
-
-def _write(path: os.PathLike[str], data: bytes) -> None:
-    """Whole or not at all, and on the disk."""
-    fresh = f"{os.fspath(path)}.new"
-    try:
-        with open(fresh, "wb", opener=_private) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(fresh)
-        raise
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)

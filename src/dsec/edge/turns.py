@@ -13,20 +13,19 @@ import asyncio
 import contextlib
 import errno
 import logging
-import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from dsec.edge import journal as lines
 from dsec.edge import wire
-from dsec.edge.backends.base import Layer, StartSpec, require
-from dsec.edge.config import MIB, EdgeConfig
+from dsec.edge.backends.base import require
 from dsec.edge.journal import Hibernate, Rollback
 from dsec.edge.lifecycle import SLOT_SIZE, Sandbox
 from dsec.edge.pausing import Pausing, each
 from dsec.edge.records import read_end
 from dsec.edge.snapshots import Snapshot, Snapshots
 from dsec.edge.supervisor import ConnectionLost, lost
+from dsec.edge.telling import describe, hostname
 from dsec.edge.wire import Fields, WireError
 from libdsec.copies import RollbackRequest
 from libdsec.errors import DSecError, SnapshotMismatch, SnapshotNotFound, Unavailable, Unsupported
@@ -37,51 +36,6 @@ _LEAVE = 60.0  # seconds for a supervisor to leave: it writes back what its sand
 _TRIES = 3
 _GONE = "volume_not_found"
 _STOP = {cause: wire.text(wire.T_CAUSE, cause.value) for cause in Cause}
-
-
-def describe(config: EdgeConfig, sandbox: Sandbox, layers: Sequence[Layer], turn: int = 0, own_pids: bool = False) -> StartSpec:
-    """What its next supervisor is told."""
-    spec, limits = sandbox.spec, sandbox.limits
-    output = limits.output_bytes or config.output_bytes
-    return StartSpec(
-        id=sandbox.id,
-        hostname=hostname(sandbox),
-        layers=layers,
-        volume=None if turn else spec.snapshot,
-        env={**sandbox.env, **spec.env} if sandbox.env else spec.env,
-        user=sandbox.user,
-        workdir=sandbox.workdir,
-        uid_base=config.uid_base + sandbox.slot * SLOT_SIZE,
-        memory_bytes=(limits.memory_mb or 0) * MIB,
-        disk_bytes=(limits.disk_mb or 0) * MIB,
-        memory_disk=spec.disk == "memory",
-        pids=limits.pids or 0,
-        cpu_milli=max(10, round((limits.cpu_cores or 0) * 1000)),
-        cpu_class=sandbox.cpu_class,
-        open_files=limits.open_files or 0,
-        shm_bytes=max(config.shm_bytes, (limits.memory_mb or 0) * MIB // 2),
-        log_head=output,
-        log_tail=output,
-        log_budget=max(config.log_budget, 4 * output),
-        deadline_ns=0 if sandbox.deadline is None else int(sandbox.deadline * 1e9),
-        idle_ns=nanoseconds(sandbox.idle_timeout),
-        auto_pause_ns=nanoseconds(sandbox.auto_pause),
-        reclaim_ns=nanoseconds(config.reclaim_after),
-        run_dir=sandbox.run_dir,
-        state_dir=sandbox.state_dir,
-        own_pids=own_pids,
-        turn=turn,
-    )
-
-
-def nanoseconds(seconds: float | None) -> int:
-    """As the wire has a time that may be never."""
-    return 0 if seconds is None else max(1, int(seconds * 1e9))
-
-
-def hostname(sandbox: Sandbox) -> str:
-    """As it sees it."""
-    return sandbox.spec.hostname or sandbox.spec.name or sandbox.id
 
 
 class Turns(Snapshots, Pausing):
@@ -155,12 +109,7 @@ class Turns(Snapshots, Pausing):
         if sandbox.state is State.CREATING:
             await asyncio.shield(sandbox.ready)
         await self.settled(sandbox)
-        if sandbox.state is State.ENDED:
-            raise sandbox.gone()
-        if sandbox.refused is not None:
-            raise sandbox.refused
-        if self.closing:
-            raise Unavailable("the edge is stopping")
+        self.usable(sandbox)
 
     async def _turn(self, sandbox: Sandbox, work: Coroutine[Any, Any, None]) -> None:
         error = await asyncio.shield(self._begin(sandbox, work))

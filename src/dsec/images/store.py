@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dsec.images.model import Layer
 from dsec.images.remote import blobs
+from dsec.linux.files import sync_directory
 from libdsec.errors import BuildFailed, LayerInvalid
 
 
@@ -103,11 +104,7 @@ class LayerStore:
         target = self.path(digest)
         if not (target.exists() and target.stat().st_size == image.stat().st_size):
             os.replace(image, target)
-            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_directory(self.root)
         return target
 
     def check(self, digest: str) -> None:

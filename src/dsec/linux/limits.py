@@ -14,7 +14,7 @@ MOUNTS = 18  # in its own namespace, which begins as a copy of the node's
 FILES = 2  # descriptors of the node's process
 SHARE = 8  # of the host's inotify instances and watches, the part that one sandbox may have (native/userns.c)
 NEVER = 1 << 60  # `left` of what never runs out
-MEMORY = 2 << 20  # of the node's own group: the supervisor and what the kernel charges to it
+MEMORY = 2 << 20  # supervisor, init and what the kernel charges to them, rounded up
 # what is left to others who share the limit
 FILES_SPARED = 256
 _NAMESPACES_SPARED = 256

@@ -28,6 +28,7 @@ from pathlib import Path
 from dsec.images.remote import descriptor as descriptors
 from dsec.images.remote.descriptor import Descriptor
 from dsec.images.remote.presence import Presence
+from dsec.linux.files import sync_directory
 from libdsec.errors import LayerInvalid
 
 PUNCH, KEEP_SIZE = 2, 1  # fallocate(2)
@@ -62,25 +63,17 @@ def create(state: Path, digest: str, raw: bytes, meta: bytes) -> Path:
                 os.fsync(file.fileno())
         (work / "meta.erofs").chmod(0o444)
         work.chmod(0o700)
-        _sync_directory(work)
+        sync_directory(work)
         try:
             work.rename(target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        _sync_directory(root_of(state))
+        sync_directory(root_of(state))
     finally:
         if work.exists():
             shutil.rmtree(work)
     return target
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def ignore_lease_signal() -> None:
@@ -237,7 +230,7 @@ class Blob:
                 raise
             if all(there):
                 (self.directory / "complete").touch()
-                _sync_directory(self.directory)
+                sync_directory(self.directory)
 
     def _write_bits(self, have: bytearray) -> None:
         raw = bytearray((len(have) + 7) // 8)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
+from dsec.linux.files import sync_directory
 from libdsec.errors import InvalidRequest, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -145,11 +146,7 @@ def _publish(path: Path, data: bytes | memoryview, replace: bool) -> bool:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)
     return True
 
 
