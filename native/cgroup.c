@@ -150,13 +150,14 @@ static int limits(struct sandbox *s, struct fault *f) {
   }
   if (c->cpu_milli) {
     unsigned long quota = c->cpu_milli < 10 ? 1000 : c->cpu_milli * 100ul;      // of a period of 100 ms; the kernel's least is 1 ms
-    snprintf(text, sizeof text, b->v1[CG_CPU] >= 0 ? "%lu" : "%lu 100000", quota);
-    if (b->v1[CG_CPU] >= 0 ? limit(b->v1[CG_CPU], "cpu.cfs_quota_us", text, f) : limit(s->cgroup_fd, "cpu.max", text, f)) return -1;
+    int v1 = b->v1[CG_CPU] >= 0, dir = v1 ? b->v1[CG_CPU] : s->cgroup_fd;
+    snprintf(text, sizeof text, v1 ? "%lu" : "%lu 100000", quota);
+    if (limit(dir, v1 ? "cpu.cfs_quota_us" : "cpu.max", text, f)) return -1;
     // what it has of the CPU beside others of its class; one core is what a group has anyway
-    unsigned long one = b->v1[CG_CPU] >= 0 ? 1024 : 100, most = b->v1[CG_CPU] >= 0 ? 262144 : 10000, least = b->v1[CG_CPU] >= 0 ? 2 : 1;
+    unsigned long one = v1 ? 1024 : 100, most = v1 ? 262144 : 10000, least = v1 ? 2 : 1;
     unsigned long weight = c->cpu_milli * one / 1000;
     snprintf(text, sizeof text, "%lu", weight < least ? least : weight > most ? most : weight);
-    if (weight != one && limit(b->v1[CG_CPU] >= 0 ? b->v1[CG_CPU] : s->cgroup_fd, b->v1[CG_CPU] >= 0 ? "cpu.shares" : "cpu.weight", text, f)) return -1;
+    if (weight != one && limit(dir, v1 ? "cpu.shares" : "cpu.weight", text, f)) return -1;
   }
   return 0;
 }

@@ -185,16 +185,15 @@ def uninstall(
 
 def _remove_cgroups(edge: Path) -> None:
     """The empty parents of the sandboxes' cgroups. A node that ends takes them along; one that was killed could not."""
+    from dsec.edge.backends.container import cgroup_parents
+
     try:
         name = f"dsec-{json.loads(edge.read_text())['prefix']}"
     except (OSError, ValueError, KeyError):
         return
-    root = Path("/sys/fs/cgroup")
-    trees = (root, *(tree for tree in root.iterdir() if tree.is_dir()))
-    for parent in (tree / each for tree in trees for each in (name, f"{name}-idle")):  # one for each CPU class
-        if parent.is_dir():
-            for path in (*(child for child in parent.iterdir() if child.is_dir()), parent):
-                remove_group(path)
+    for parent in cgroup_parents(name):
+        for path in (*(child for child in parent.iterdir() if child.is_dir()), parent):
+            remove_group(path)
 
 
 def _remove_completion() -> None:

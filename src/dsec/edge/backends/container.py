@@ -89,7 +89,7 @@ class Container:
         if self._launcher is not None:
             await self._launcher.close()
             self._launcher = None
-        for parent in self._cgroup_parents():
+        for parent in cgroup_parents(self.cgroup):
             with contextlib.suppress(OSError):  # not empty: sandboxes live on
                 await asyncio.to_thread(remove_group, parent)
 
@@ -136,7 +136,7 @@ class Container:
     async def orphans(self, live: Set[str], known: Set[str]) -> list[str]:
         """Ids with a directory in RUN or a cgroup that do not live, and those with a directory in STATE/sandboxes that are not known."""
         found = _sandboxes(self._config.sandboxes) - known
-        for parent in (self._config.run_dir, *self._cgroup_parents()):
+        for parent in (self._config.run_dir, *cgroup_parents(self.cgroup)):
             found |= _sandboxes(parent) - live
         return sorted(found)
 
@@ -274,18 +274,20 @@ class Container:
             parts.append(env_fields(spec.env))
         return b"".join(parts)
 
-    def _cgroup_parents(self) -> list[Path]:
-        """Directories of this edge in every cgroup hierarchy: the v2 root, or each v1 controller and the v2 tree beside them."""
-        found = []
-        for base in (_CGROUPS, *(_CGROUPS.iterdir() if _CGROUPS.is_dir() else ())):
-            for path in (base / self.cgroup, base / f"{self.cgroup}{IDLE}"):
-                try:
-                    if path.is_dir() and not base.is_symlink():
-                        found.append(path)
-                except OSError as error:
-                    if error.errno != errno.ENOENT:
-                        raise
-        return found
+
+def cgroup_parents(name: str) -> list[Path]:
+    """Directories of the edge of this name in every cgroup hierarchy, of both CPU classes: the v2 root, or each v1 controller and the v2
+    tree beside them."""
+    found = []
+    for base in (_CGROUPS, *(_CGROUPS.iterdir() if _CGROUPS.is_dir() else ())):
+        for path in (base / name, base / f"{name}{IDLE}"):
+            try:
+                if path.is_dir() and not base.is_symlink():
+                    found.append(path)
+            except OSError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+    return found
 
 
 def _layer(layer: Layer) -> bytes:
