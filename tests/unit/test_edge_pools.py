@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,6 @@ def home() -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="dsec-pools-"))  # short: sockets live below it
     yield made
     shutil.rmtree(made)
-
-
-@pytest.fixture
-async def edge(home: Path) -> AsyncIterator[FakeEdge]:
-    made = FakeEdge(config(home))
-    await made.start()
-    yield made
-    await made.close(True)
 
 
 async def until(condition: Callable[[], bool]) -> None:
