@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -27,6 +28,7 @@ class Managed:
     seconds: float
     each: float
     exec_p50: float
+    deaf: str  # what became of commands in some of them, when not all could run one
     removed: float
 
 
@@ -36,6 +38,9 @@ class Podman:
     def __init__(self, made: Node) -> None:
         self.home, self.run, self.group = made.home / "podman", made.run / "podman", f"{made.home.name}-podman"
         self.base = [*oci.podman(self.home, self.run), "--storage-driver=overlay"]
+        # the kernel lets a uid have 200 keys, and each container would take one
+        made.run.joinpath("containers.conf").write_text("[containers]\nkeyring = false\n")
+        self.env = {**os.environ, "CONTAINERS_CONF": str(made.run / "containers.conf")}
         with tempfile.TemporaryDirectory() as tree:
             (Path(tree) / "bin").mkdir()
             busybox = shutil.which("busybox")
@@ -52,10 +57,10 @@ class Podman:
             [*self.base, "run", "-d", "--network=none", "--memory=64m", "--memory-swap=64m", "--pids-limit=256", "--cpus=1",
              f"--cgroup-parent=/{self.group}", "--uidmap=0:2000000:65536", "--gidmap=0:2000000:65536", "--ulimit=nofile=1024:1024",
              "--ulimit=nproc=1000:1000", "--log-driver=none", "base", "/bin/sleep", "inf"],
-            capture_output=True, text=True,
+            capture_output=True, text=True, env=self.env,
         )  # fmt: skip
         if ran.returncode:
-            raise RuntimeError(ran.stderr.strip().splitlines()[-1][:200] if ran.stderr.strip() else f"status {ran.returncode}")
+            raise RuntimeError(_last_line(ran))
         return ran.stdout.strip()
 
     def fill(self, most: int, within: float) -> Managed:
@@ -82,15 +87,19 @@ class Podman:
         seconds = time.perf_counter() - began
         time.sleep(1.0)
         each = (before - meminfo()["MemAvailable"]) / max(1, len(made))
-        took = []
-        for identity in made[:: max(1, len(made) // EXECS)][:EXECS]:
+        took, failed, asked = [], [], made[:: max(1, len(made) // EXECS)][:EXECS]
+        for identity in asked:
             at = time.perf_counter()
-            subprocess.run([*self.base, "exec", identity, "/bin/true"], check=True, capture_output=True)
-            took.append(time.perf_counter() - at)
+            ran = subprocess.run([*self.base, "exec", identity, "/bin/true"], capture_output=True, text=True, env=self.env)
+            if ran.returncode:
+                failed.append(_last_line(ran))
+            else:
+                took.append(time.perf_counter() - at)
+        deaf = f"{len(failed)} of {len(asked)} could not run a command: {failed[0]}" if failed else ""
         began = time.perf_counter()
         self._remove()
         ended = stopped or f"{most} were asked for"
-        return Managed(len(made), ended, seconds, each, percentile(took, 50) if took else 0.0, time.perf_counter() - began)
+        return Managed(len(made), ended, seconds, each, percentile(took, 50) if took else 0.0, deaf, time.perf_counter() - began)
 
     def _remove(self) -> None:
         for _ in range(10):  # it finds its own mounts busy now and then
@@ -108,3 +117,9 @@ class Podman:
         for mount in sorted((line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()), reverse=True):
             if mount.startswith((f"{self.home}/", f"{self.run}/")):
                 subprocess.run(["umount", mount], check=False)
+
+
+def _last_line(ran: subprocess.CompletedProcess[str]) -> str:
+    """Why podman failed, in its words."""
+    said = ran.stderr.strip().splitlines()
+    return said[-1][:200] if said else f"status {ran.returncode}"

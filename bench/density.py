@@ -141,6 +141,8 @@ def _beside(bench: Bench, made: Node, n: int) -> None:
         [[str(found.n), f"{found.seconds:.0f}", f"{found.each / 1024:.0f}", f"{found.exec_p50 * 1e3:.1f}", f"{found.removed:.0f}"]],
     )  # fmt: skip
     bench.note(f"podman stopped at {found.n}: {found.ended}")
+    if found.deaf:
+        bench.note(f"podman: {found.deaf}")
 
 
 if __name__ == "__main__":
