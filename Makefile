@@ -41,11 +41,11 @@ test: setup ## all tests but the long counts (under 20 minutes)
 	$(call say,test: native)
 	@$(MAKE) -s -C native check
 	$(call say,test: Python)
-	@$(PY) -m pytest $(ARGS)
+	@PYTHON=$(PY) scripts/test.sh $(ARGS)
 
 test-full: setup ## all tests with the counts that the issues name
 	@$(MAKE) -s -C native check
-	@DSEC_TEST_FULL=1 $(PY) -m pytest $(ARGS)
+	@DSEC_TEST_FULL=1 PYTHON=$(PY) scripts/test.sh $(ARGS)
 
 lint: $(DEPS) ## ruff and mypy
 	@$(VENV)/bin/ruff check src libdsec/src tests bench hatch_build.py

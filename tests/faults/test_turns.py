@@ -84,9 +84,9 @@ async def nothing_left(client: DSecClient, node: Node) -> None:
     def clean() -> bool:
         return {path.name for path in medium.iterdir()} <= allowed
 
-    until(clean, 5)
+    until(clean, 20)
     assert {path.name for path in medium.iterdir()} >= set(live)
-    until(lambda: node.cgroup_ids() == set(running), 5)
+    until(lambda: node.cgroup_ids() == set(running), 20)
     assert {path.name for path in node.run.iterdir() if len(path.name) == 20} == set(running)
 
 
