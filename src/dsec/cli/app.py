@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli import copying, e2b, environments, images, layers, machine, node, packing, pools, sandboxes, snapshots
+from dsec.cli import copying, e2b, environments, images, layers, machine, mcp, node, packing, pools, sandboxes, snapshots
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -47,6 +47,7 @@ app.command("stop")(sandboxes.stop)
 app.command("cp")(copying.cp)
 app.command("pack")(packing.pack)
 app.command("fork")(snapshots.fork)
+app.command("mcp")(mcp.mcp)
 app.add_typer(images.app, name="image")
 app.add_typer(layers.app, name="layer")
 app.add_typer(environments.app, name="env")
