@@ -10,7 +10,7 @@ from dsec.cli import common
 
 
 def mcp(
-    http: Annotated[str | None, typer.Option("--http", metavar="HOST:PORT", help="On loopback, instead of stdio; port 0: a free one.")] = None,
+    http: Annotated[str | None, typer.Option("--http", metavar="HOST:PORT", help="On loopback, instead of stdio; port 0: any.")] = None,
     image: Annotated[list[str], typer.Option("--image", metavar="NAME", help="Offer only these, the first when none is named.")] = [],  # noqa: B006
     memory: Annotated[int, typer.Option(metavar="MB", help="Of a sandbox.")] = 2048,
     cpus: Annotated[float, typer.Option(help="Of a sandbox.")] = 2,

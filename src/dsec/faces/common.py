@@ -1,10 +1,12 @@
-"""What the adapters share: the image when none is named, and endings for frameworks that know exit codes only."""
+"""What the adapters share: the image when none is named, endings for frameworks that know exit codes only, single files."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import stat
 
-from libdsec import Ending, ExecResult
+from libdsec import Ending, ExecResult, Sandbox
 from libdsec.errors import SandboxLost
 
 IMAGE = "bookworm"
@@ -33,3 +35,21 @@ def note(result: ExecResult) -> str:
         return ""
     why = f"at the memory limit of {result.memory_limit} bytes" if result.ending is Ending.OOM else str(result.ending)
     return f"[dsec: the command was ended: {why}]\n"
+
+
+async def upload(box: Sandbox, source: str | os.PathLike[str], target: str) -> None:
+    """A local file, or the content of a local directory, into a sandbox. Directories above `target` are made."""
+    info = await asyncio.to_thread(os.stat, source)
+    if stat.S_ISDIR(info.st_mode):
+        await box.files.upload_dir(source, target)
+        return
+    with await asyncio.to_thread(open, source, "rb") as file:
+        await box.files.write_stream(target, file, mode=stat.S_IMODE(info.st_mode) & 0o777, parents=True)
+
+
+async def download(box: Sandbox, source: str, target: str | os.PathLike[str]) -> None:
+    """A file of a sandbox to a local one, whose directory is made."""
+    await asyncio.to_thread(os.makedirs, os.path.dirname(os.fspath(target)) or ".", exist_ok=True)
+    with await asyncio.to_thread(open, target, "wb") as file:
+        async for part in box.files.read_stream(source):
+            await asyncio.to_thread(file.write, part)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxExecResult, SandboxHandle, SandboxSpec, SandboxStatus
 
-from dsec.faces.common import default_image, exit_code, note
+from dsec.faces.common import default_image, download, exit_code, note, upload
 from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Ending, Sandbox, State
 from libdsec.errors import BinaryNotFound, CwdNotFound, NotExecutable, SandboxNotFound, SnapshotNotFound, UserNotFound
 
@@ -83,14 +83,10 @@ class DsecProvider:
         )
 
     async def upload_file(self, handle: SandboxHandle, source_path: Path, target_path: str) -> None:
-        with open(source_path, "rb") as file:
-            await _box(handle).files.write_stream(target_path, file, parents=True)
+        await upload(_box(handle), source_path, target_path)
 
     async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
-        target_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(target_path, "wb") as file:
-            async for part in _box(handle).files.read_stream(source_path):
-                file.write(part)
+        await download(_box(handle), source_path, target_path)
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
         try:

@@ -171,8 +171,8 @@ class Tools:
             (self.read_file, reads), (self.write_file, changes), (self.list_files, reads), (self.remove_file, ends),
             (self.snapshot_sandbox, changes), (self.fork_sandbox, changes), (self.remove_snapshot, ends),
         )  # fmt: skip
-        for tool, annotations in offered:
-            server.add_tool(_typed(tool), annotations=annotations)
+        for tool, kind in offered:
+            server.add_tool(_typed(tool), annotations=kind)
 
     # sandboxes ------------------------------------------------------------------------------------------------------------------
     async def create_sandbox(

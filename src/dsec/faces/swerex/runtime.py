@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import stat
 from typing import Any
 
 from swerex.exceptions import CommandTimeoutError, NonZeroExitCodeError, SessionDoesNotExistError, SessionExistsError
@@ -33,7 +30,7 @@ from swerex.runtime.abstract import (
     WriteFileResponse,
 )
 
-from dsec.faces.common import exit_code, note
+from dsec.faces.common import exit_code, note, upload
 from dsec.faces.swerex.session import Session
 from libdsec import DSecError, Ending, Sandbox, State
 
@@ -109,12 +106,7 @@ class DsecRuntime(AbstractRuntime):
         return WriteFileResponse()
 
     async def upload(self, request: UploadRequest) -> UploadResponse:
-        info = await asyncio.to_thread(os.stat, request.source_path)
-        if stat.S_ISDIR(info.st_mode):
-            await self._box.files.upload_dir(request.source_path, request.target_path)
-        else:
-            with await asyncio.to_thread(open, request.source_path, "rb") as file:
-                await self._box.files.write_stream(request.target_path, file, mode=stat.S_IMODE(info.st_mode), parents=True)
+        await upload(self._box, request.source_path, request.target_path)
         return UploadResponse()
 
     async def close(self) -> CloseResponse:
