@@ -45,8 +45,9 @@ class DsecSandboxClient(BaseSandboxClient[DsecSandboxClientOptions]):
         session_id = uuid.uuid4()
         box = await self._make(wanted, manifest, session_id)
         state = DsecSandboxSessionState(
-            session_id=session_id, manifest=manifest, snapshot=resolve_snapshot(snapshot, str(session_id)), sandbox_id=box.id, options=wanted
-        )
+            session_id=session_id, manifest=manifest, snapshot=resolve_snapshot(snapshot, str(session_id)), sandbox_id=box.id,
+            options=wanted,
+        )  # fmt: skip
         return self._wrap(DsecSandboxSession(self._client, box, state))
 
     async def resume(self, state: SandboxSessionState) -> SandboxSession:

@@ -164,7 +164,7 @@ class DsecSandboxSession(BaseSandboxSession):
     async def persist_workspace(self) -> io.IOBase:
         root = self._workspace_root_path()
         skipped = [f"/{path.as_posix()}" for path in self._persist_workspace_skip_relpaths()]
-        archive = tempfile.SpooledTemporaryFile(IN_MEMORY)  # noqa: SIM115 - the caller's
+        archive = tempfile.SpooledTemporaryFile(IN_MEMORY)  # the caller closes it
         try:
             async for part in self._box.files.download_tar(root.as_posix(), exclude=skipped):
                 archive.write(part)
