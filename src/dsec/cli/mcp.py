@@ -23,13 +23,17 @@ def mcp(
     try:
         from dsec.faces.mcp.boxes import Settings
         from dsec.faces.mcp.serve import serve
+        from libdsec import DSecError
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("mcp", "uvicorn", "pydantic"):
             raise
         common.fail("unsupported: this needs the package mcp, 2 or newer: pip install 'dsec[mcp]'")
 
     settings = Settings(images=tuple(image), memory_mb=memory, cpus=cpus, disk_mb=disk, idle=idle, sandboxes=sandboxes, keep=keep)
-    serve(settings, None if http is None else _loopback(http))
+    try:
+        serve(settings, None if http is None else _loopback(http))
+    except DSecError as error:
+        common.fail(f"{error.code}: {error.message}", common.status_of(error))
 
 
 def _loopback(listen: str) -> tuple[str, int]:

@@ -6,7 +6,12 @@ with it. The working directory is the environment's WORKDIR.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import posixpath
+import secrets
+import shlex
+from collections.abc import AsyncIterator
 from typing import Any, Literal, overload
 
 import yaml
@@ -27,6 +32,7 @@ from libdsec.errors import BinaryNotFound, CwdNotFound, NotExecutable, UserNotFo
 
 LABEL = "inspect"  # of all that Inspect made: task names
 NOT_FOUND, CANNOT = 127, 126  # as a shell says it
+LONG = 512 << 10  # bytes of words; with ENV and stdin a request holds a megabyte
 
 
 class DsecSandbox(BaseModel):
@@ -141,7 +147,8 @@ class DsecSandboxEnvironment(SandboxEnvironment):
         limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
         directory = self._path(cwd or ".")
         try:
-            result = await self._box.exec(cmd, stdin=input, cwd=directory, env=env, user=user, timeout=timeout, output_bytes=limit)
+            async with self._short(cmd) as argv:
+                result = await self._box.exec(argv, stdin=input, cwd=directory, env=env, user=user, timeout=timeout, output_bytes=limit)
         except NotExecutable as error:
             raise PermissionError(error.message) from error
         except BinaryNotFound as error:
@@ -157,6 +164,19 @@ class DsecSandboxEnvironment(SandboxEnvironment):
                 raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, data[:limit].decode("utf-8", "replace"))
         code = exit_code(result)
         return ExecResult(code == 0, code, result.stdout.decode(), result.stderr.decode() + note(result))
+
+    @contextlib.asynccontextmanager
+    async def _short(self, cmd: list[str]) -> AsyncIterator[list[str]]:
+        """A command that fits into a request: a longer one goes into the sandbox as a script."""
+        if sum(len(word.encode()) + 1 for word in cmd) <= LONG:
+            yield cmd
+            return
+        script = f"/tmp/.dsec-{secrets.token_hex(8)}"
+        await self._box.files.write(script, f"exec {shlex.join(cmd)}\n", mode=0o755)
+        try:
+            yield ["/bin/sh", script]
+        finally:
+            await self._box.files.remove(script, missing_ok=True)
 
     # files ----------------------------------------------------------------------------------------------------------------------
     async def write_file(self, file: str, contents: str | bytes) -> None:
@@ -193,8 +213,10 @@ def _config(given: SandboxEnvironmentConfigType | None) -> DsecConfig:
     if isinstance(given, str) and given.endswith((".yaml", ".yml")):
         with open(given, encoding="utf-8") as file:
             return DsecConfig(**(yaml.safe_load(file) or {}))
-    if given is None or isinstance(given, str):
-        return DsecConfig(image=given)
+    if isinstance(given, str):  # Inspect takes it for a file of the task's directory
+        return DsecConfig(image=os.path.relpath(given) if os.path.isabs(given) else given)
+    if given is None:
+        return DsecConfig()
     raise TypeError(f"the configuration of a dsec sandbox is {type(given).__name__}, must be DsecConfig or a string")
 
 

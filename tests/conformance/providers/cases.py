@@ -41,7 +41,7 @@ def main(*packages: str) -> None:
             else:
                 function()
         except BaseException:
-            found[name] = traceback.format_exc()[-4000:]
+            found[name] = traceback.format_exc()[-6000:]
         else:
             found[name] = "ok"
     versions = {name: version(name) for name in packages}

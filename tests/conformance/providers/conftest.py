@@ -15,7 +15,8 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 KEPT = ROOT / "build" / "providers"
 PACKED = 240.0  # seconds for packages
+AT_ONCE = 3  # programs
 _turns: dict[str, threading.Lock] = {}
 
 
@@ -38,6 +40,7 @@ class Provider:
     lock: str
     python: tuple[int, int] = (3, 11)
     extra: str | None = None  # of pyproject, what a user installs it with
+    seconds: int = 5  # about what its program takes: the longest begin first
 
     @property
     def version(self) -> str:
@@ -66,8 +69,8 @@ def _venv(provider: Provider) -> Path:
         uv = _uv()
         _call([uv, "venv", "-q", "-p", _python(provider.python), str(home)])
         _call([uv, "pip", "install", "-q", "--no-deps", "-p", str(python), "-r", str(lock)])
-        _link_ours(python)
         (home / "ready").touch()
+    _link_ours(python)
     return python
 
 
@@ -76,6 +79,8 @@ def _link_ours(python: Path) -> None:
     here = Path(sysconfig.get_path("purelib"))
     there = Path(_call([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     for pattern in ("dsec-*.dist-info", "libdsec-*.dist-info"):
+        for old in there.glob(pattern):
+            shutil.rmtree(old)
         (found,) = here.glob(pattern)
         shutil.copytree(found, there / found.name)
     (there / "dsec.pth").write_text(f"{ROOT / 'src'}\n{ROOT / 'libdsec' / 'src'}\n")
@@ -128,33 +133,32 @@ def environment(node: Node, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.fixture(scope="session")
-def results(environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
-    """`results(provider)`: what its program found, {"versions": ..., "cases": {name: "ok" or what went wrong}}."""
-    known: dict[str, dict[str, Any] | Missing] = {}
+def results(environment: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Callable[..., dict[str, Any]]]:
+    """`results(provider)`: what its program found, {"versions": ..., "cases": {name: "ok" or what went wrong}}.
+
+    The programs of all that this run asks for run at once, some at a time: most of their time they wait.
+    """
+    asked = {item.callspec.params["provider"] for item in request.session.items if "provider" in getattr(getattr(item, "callspec", None), "params", ())}
 
     def look(provider: Provider, **more: str) -> dict[str, Any]:
-        if provider.name not in known or more:
-            try:
-                python = venv(provider)
-            except Missing as error:
-                known[provider.name] = error
-            else:
-                found = run(python, f"use_{provider.name}.py", {**environment, **more})
-                if more:
-                    return found
-                known[provider.name] = found
-        result = known[provider.name]
-        if isinstance(result, Missing):
-            pytest.skip(f"{provider.package}: {result}")
-        return result
+        return run(venv(provider), f"use_{provider.name}.py", {**environment, **more})
 
-    return look
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        known = {provider.name: pool.submit(look, provider) for provider in sorted(asked, key=lambda one: -one.seconds)}
+
+        def result(provider: Provider, **more: str) -> dict[str, Any]:
+            try:
+                return look(provider, **more) if more else known[provider.name].result()
+            except Missing as error:
+                pytest.skip(f"{provider.package}: {error}")
+
+        yield result
 
 
 def run(python: Path, program: str, env: dict[str, str]) -> dict[str, Any]:
-    """Run one program to its end; its last line is JSON."""
+    """Run one program to its end; a line of it is JSON."""
     done = subprocess.run([str(python), "-W", "ignore", str(HERE / program)], env=env, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
-    lines = done.stdout.strip().splitlines()
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"python"')]  # some frameworks print at the end, too
     assert done.returncode == 0 and lines, f"{program} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     found: dict[str, Any] = json.loads(lines[-1])
     return found

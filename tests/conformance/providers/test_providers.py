@@ -18,10 +18,11 @@ from .conftest import HERE, ROOT, Provider
 PAGE = ROOT / "docs" / "providers.md"
 BEGIN, END = "<!-- table: made by tests/conformance/providers -->\n", "<!-- end -->\n"
 PROVIDERS = (
-    Provider("mcp", "mcp", "mcp", extra="mcp"),
-    Provider("inspect", "inspect-ai", "inspect", extra="inspect"),
+    Provider("mcp", "mcp", "mcp", extra="mcp", seconds=15),
+    Provider("inspect", "inspect-ai", "inspect", extra="inspect", seconds=20),
     Provider("mini", "mini-swe-agent", "mini", extra="mini-swe-agent"),
     Provider("swerex", "swe-rex", "swerex", extra="swe-rex"),
+    Provider("harbor", "harbor", "harbor", python=(3, 12), extra="harbor"),
 )
 
 
@@ -47,7 +48,6 @@ def test_case(provider: Provider, name: str, results: Callable[..., dict[str, An
 def test_a_stub_in_the_place_of_the_sdk_is_found_out(results: Callable[..., dict[str, Any]]) -> None:
     """The proof is worth something: an SDK that runs commands on the host fails it."""
     provider = next(one for one in PROVIDERS if one.name == "mini")
-    results(provider)
     found = results(provider, PYTHONPATH=str(HERE / "stub"))
     assert "it sees the host's files" in found["cases"]["a command, its code, its time"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from cases import PROBE, case, main, prove, running
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ModelOutput, get_model
+from inspect_ai.model import ModelOutput, ModelUsage, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import Generate, TaskState, generate, solver, use_tools
 from inspect_ai.tool import bash
@@ -27,7 +27,7 @@ seen: list[str] = []
 def self_check() -> None:
     with tempfile.TemporaryDirectory() as home:
         report = Path(home, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", home, "-c", os.devnull, "-o", "asyncio_mode=auto",
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "--rootdir", home, "-c", os.devnull, "-o", "asyncio_mode=auto",
                    f"--junitxml={report}", str(HERE / "inspect_self_check.py")]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, cwd=home)
         suite = ET.parse(report).getroot().find("testsuite")
@@ -52,21 +52,26 @@ def where() -> object:
 
 @case("an evaluation")
 def evaluation() -> None:
-    model = get_model("mockllm/model", custom_outputs=[
-        ModelOutput.for_tool_call("mockllm/model", "bash", {"cmd": "pwd; cat given.txt; echo $((6*7))"}),
+    outputs = [
+        ModelOutput.for_tool_call("mockllm/model", "bash", {"command": "pwd; cat given.txt; echo $((6*7))"}),
         ModelOutput.from_content("mockllm/model", "the answer is 42"),
-    ])  # fmt: skip
+    ]
+    for output in outputs:
+        output.usage = ModelUsage()  # else it is counted with an encoding that is fetched
+    model = get_model("mockllm/model", custom_outputs=outputs)
     task = Task(
         dataset=[Sample(input="6*7?", target="42", files={"given.txt": "from the sample\n"})],
         solver=[where(), use_tools(bash(timeout=30)), generate()], scorer=includes(), sandbox=SandboxEnvironmentSpec("dsec", "bookworm"),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as logs:
         (log,) = eval(task, model=model, log_dir=logs, display="none")
-    assert log.status == "success" and log.results is not None, log.error
-    assert log.results.scores[0].metrics["accuracy"].value == 1.0
-    (sample,) = log.samples or []
-    (result,) = [message.text for message in sample.messages if message.role == "tool"]
-    assert "from the sample" in result and "42" in result
+        assert log.status == "success" and log.results is not None, log.error
+        assert log.results.scores[0].metrics["accuracy"].value == 1.0
+        (sample,) = log.samples or []
+        (message,) = [one for one in sample.messages if one.role == "tool"]
+        assert message.error is None, message.error
+        result = message.text
+        assert "from the sample" in result and "42" in result, result
     assert len(seen) == 1 and seen[0] not in running()
 
 

@@ -82,7 +82,7 @@ class Boxes:
 
     async def _room(self, owner: str, count: int) -> None:
         self._owners.add(owner)
-        have = len(await self.list(owner))
+        have = len(await self.live(owner))
         if have + count > self.settings.sandboxes:
             raise ResourceExhausted(f"this connection has {have} sandboxes, at most {self.settings.sandboxes} are allowed: stop some first")
 
@@ -97,7 +97,7 @@ class Boxes:
             raise SandboxNotFound(f"there is no sandbox {id}")
         return box
 
-    async def list(self, owner: str) -> list[SandboxInfo]:
+    async def live(self, owner: str) -> list[SandboxInfo]:
         """Those that live."""
         return [info for info in await self.client.list({OWNER: owner}) if info.state in LIVE]
 

@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 import uvicorn
@@ -35,7 +35,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PATH = "/mcp"
 SESSION = b"mcp-session-id"
-NOBODY = "-"  # of calls without a session
+NOBODY = f"all-{os.urandom(8).hex()}"  # owns what is made without a session, as long as this process lives
 INSTRUCTIONS = """Isolated Linux machines ("sandboxes"). create_sandbox gives an id; run_command, read_file, write_file and the others take
 it. Files persist in a sandbox; each run_command is a shell of its own unless a session is named. Nothing inside can reach the network or
 this conversation's machine. Long output is shown as its beginning and end: read_output has the rest. Stop sandboxes that you no longer
@@ -61,8 +61,11 @@ async def stdio(settings: Settings) -> None:
             await boxes.close()
             os._exit(128 + number)  # a thread waits for stdin: nothing else gets past it
 
+        def begin(number: int) -> None:
+            ending.add(loop.create_task(end(number)))
+
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, lambda n=number: ending.add(loop.create_task(end(n))))
+            loop.add_signal_handler(number, begin, number)
         try:
             await server(boxes, lambda ctx: owner).run_stdio_async()
         finally:
@@ -81,14 +84,29 @@ async def http(settings: Settings, host: str, port: int) -> None:
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     async with DSecClient() as client:
         boxes = Boxes(client, settings)
-        app = Door(server(boxes, owner_of).streamable_http_app(streamable_http_path=PATH, host=host), boxes, token(client))
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2)
+        inner = server(boxes, owner_of).streamable_http_app(streamable_http_path=PATH, host=host, session_idle_timeout=settings.idle)
+        app = Door(inner, boxes, token(client))
+        serving = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, serving.end)
         place = f"[{host}]" if ":" in host else host
         print(f"MCP at http://{place}:{listening.getsockname()[1]}{PATH}\nMCP_TOKEN={token(client)}", flush=True)
         try:
-            await uvicorn.Server(config).serve(sockets=[listening])
+            await serving.serve(sockets=[listening])
         finally:
             await boxes.close()
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: uvicorn's own way ends the process before anything is cleared up."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self) -> None:
+        """Stop serving."""
+        self.should_exit = True
 
 
 def owner_of(ctx: Context) -> str:
@@ -99,7 +117,7 @@ def owner_of(ctx: Context) -> str:
 
 def owner_name(session: str | None) -> str:
     """A session's name in labels. It tells nothing that lets anybody use the session."""
-    return "http-" + (hashlib.sha256(session.encode()).hexdigest()[:24] if session else NOBODY)
+    return f"http-{hashlib.sha256(session.encode()).hexdigest()[:24] if session else NOBODY}"
 
 
 class Door:

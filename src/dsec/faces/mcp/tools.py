@@ -197,7 +197,7 @@ class Tools:
     async def list_sandboxes(self, ctx: Context) -> Annotated[CallToolResult, BoxList]:
         """The sandboxes and snapshots of this connection, and the images that create_sandbox takes (the default first)."""
         owner = self._owner(ctx)
-        infos, taken, images = await asyncio.gather(self._boxes.list(owner), self._boxes.snapshots(owner), self._boxes.images())
+        infos, taken, images = await asyncio.gather(self._boxes.live(owner), self._boxes.snapshots(owner), self._boxes.images())
         shown = BoxList(sandboxes=[_box(info) for info in infos], snapshots={one.id: one.name for one in taken}, images=images)
         lines = [f"sandbox {one.sandbox} {one.state} {one.image or ''} {one.name or ''}".rstrip() for one in shown.sandboxes]
         lines += [f"snapshot {id} {name or ''}".rstrip() for id, name in shown.snapshots.items()]

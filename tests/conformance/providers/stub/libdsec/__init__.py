@@ -34,6 +34,9 @@ class SyncSandbox:
         return
 
 
+Sandbox = SyncSandbox
+
+
 class SyncDSecClient:
     """No node."""
 
