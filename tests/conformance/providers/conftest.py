@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conformance.e2b.conftest import FaceProcess
 from tests.harness import Node
 
 HERE = Path(__file__).parent
@@ -121,15 +122,18 @@ def _call(command: list[str]) -> str:
 
 
 @pytest.fixture(scope="session")
-def environment(node: Node, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """For a framework's program: the node, and what it needs to prove where things run."""
+def environment(node: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """For a framework's program: the node, a face for those that speak E2B's wire, and what it needs to prove where things run."""
     secret = tmp_path_factory.mktemp("host") / "only-here"
     secret.write_text("of the host\n")
-    own = {k: v for k, v in node.client_env().items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "PYTEST"))}
-    return {
-        **own, "DSEC_IMAGE": "bookworm", "DSEC_TEST_HOST_FILE": str(secret), "DSEC_TEST_CLI": str(Path(sys.executable).with_name("dsec")),
+    own = {k: v for k, v in node.client_env().items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "PYTEST", "E2B_"))}
+    process = FaceProcess(node)
+    face = process.start()
+    yield {
+        **own, "E2B_API_URL": face.url, "E2B_SANDBOX_URL": face.url, "E2B_API_KEY": face.key, "DSEC_IMAGE": "bookworm", "DSEC_TEST_HOST_FILE": str(secret), "DSEC_TEST_CLI": str(Path(sys.executable).with_name("dsec")),
         "HOME": str(tmp_path_factory.mktemp("home")), "NO_COLOR": "1",
     }  # fmt: skip
+    process.stop()
 
 
 @pytest.fixture(scope="session")

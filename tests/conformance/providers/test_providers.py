@@ -23,6 +23,9 @@ PROVIDERS = (
     Provider("mini", "mini-swe-agent", "mini", extra="mini-swe-agent"),
     Provider("swerex", "swe-rex", "swerex", extra="swe-rex"),
     Provider("harbor", "harbor", "harbor", python=(3, 12), extra="harbor"),
+    Provider("openai", "openai-agents", "openai", extra="openai-agents", seconds=10),
+    Provider("tinker", "tinker-cookbook", "tinker", extra="tinker"),
+    Provider("nemo", "nemo-gym", "nemo", python=(3, 12), extra="nemo-gym"),
 )
 
 

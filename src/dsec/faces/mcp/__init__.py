@@ -3,7 +3,6 @@
     serve.py    the process: both transports, who may call, what happens when a client goes
     tools.py    the tools: what each takes and what a model is shown
     boxes.py    whose sandboxes and snapshots there are
-    output.py   how much of what was written a model is shown
 
-Needs the official `mcp` package: `pip install 'dsec[mcp]'`. boxes.py and output.py do without.
+Needs the official `mcp` package: `pip install 'dsec[mcp]'`. boxes.py does without.
 """

@@ -19,7 +19,7 @@ from mcp.server.mcpserver import Context, MCPServer
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field
 
-from dsec.faces.mcp import output
+from dsec.faces import output
 from dsec.faces.mcp.boxes import OWNER, Boxes
 from libdsec import Command, DSecError, Ending, ExecResult, Gap, Sandbox, Stderr, Stdout
 from libdsec.errors import InvalidRequest, RequestTimeout
