@@ -16,6 +16,7 @@ def mcp(
     cpus: Annotated[float, typer.Option(help="Of a sandbox.")] = 2,
     disk: Annotated[int | None, typer.Option(metavar="MB", help="Of a sandbox; the node's default when not given.")] = None,
     idle: Annotated[float, typer.Option(metavar="SECONDS", help="A sandbox that nobody uses for so long ends.")] = 1800,
+    lifetime: Annotated[float, typer.Option(metavar="SECONDS", help="A sandbox ends after so long in any case.")] = 86400,
     sandboxes: Annotated[int, typer.Option(help="That one connection may have at a time.")] = 16,
     keep: Annotated[bool, typer.Option("--keep", help="Leave sandboxes and snapshots when their connection ends.")] = False,
 ) -> None:
@@ -29,7 +30,9 @@ def mcp(
             raise
         common.fail("unsupported: this needs the package mcp, 2 or newer: pip install 'dsec[mcp]'")
 
-    settings = Settings(images=tuple(image), memory_mb=memory, cpus=cpus, disk_mb=disk, idle=idle, sandboxes=sandboxes, keep=keep)
+    settings = Settings(
+        images=tuple(image), memory_mb=memory, cpus=cpus, disk_mb=disk, idle=idle, lifetime=lifetime, sandboxes=sandboxes, keep=keep
+    )  # fmt: skip
     try:
         serve(settings, None if http is None else _loopback(http))
     except DSecError as error:

@@ -1,7 +1,7 @@
 """Whose sandboxes and snapshots there are. Each belongs to the connection that made it; nobody else's tools find it.
 
-The owner is in a label, so that nothing is lost with this process. What a connection leaves behind is stopped when it ends; what it
-cannot end, because the process was killed, ends by its idle lease.
+The owner is in a label, so that nothing is lost with this process. What a connection leaves behind is stopped when it ends; what is
+left because the process was killed ends by its leases.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Settings:
     cpus: float | None = 2
     disk_mb: int | None = None
     idle: float = 1800  # seconds after which a sandbox that nobody uses ends
+    lifetime: float | None = 86400  # seconds after which it ends in any case
     sandboxes: int = 16  # that one connection may have at a time
     keep: bool = False  # sandboxes outlive their connection, until they are idle
 
@@ -58,7 +59,8 @@ class Boxes:
             raise InvalidRequest(f"image {wanted!r} is not offered here; there are: {', '.join(self.settings.images)}", field="image")
         args = DSecContainerRunArgs(
             container_image=wanted, memory_limit_mb=self.settings.memory_mb, cpu_cores_limit=self.settings.cpus,
-            disk_mb=self.settings.disk_mb, ttl_running_stop=self.settings.idle, init_user=None, env=env, labels={OWNER: owner}, name=name,
+            disk_mb=self.settings.disk_mb, ttl_running_stop=self.settings.idle, max_lifetime=self.settings.lifetime, init_user=None,
+            env=env, labels={OWNER: owner}, name=name,
         )  # fmt: skip
         async with self._turn(owner):
             await self._room(owner, 1)
@@ -70,15 +72,16 @@ class Boxes:
         async with self._turn(owner):
             await self._room(owner, 1)
             return await self.client.restore(
-                taken.id, name=name, env=env, labels={OWNER: owner}, ttl_running_stop=self.settings.idle
-            )
+                taken.id, name=name, env=env, labels={OWNER: owner}, ttl_running_stop=self.settings.idle,
+                max_lifetime=self.settings.lifetime,
+            )  # fmt: skip
 
     async def fork(self, owner: str, id: str, count: int) -> list[Sandbox]:
         """New ones with the files of another."""
         box = await self.find(owner, id)
         async with self._turn(owner):
             await self._room(owner, count)
-            return await box.fork(count)
+            return await box.fork(count, max_lifetime=self.settings.lifetime)
 
     async def _room(self, owner: str, count: int) -> None:
         self._owners.add(owner)

@@ -1,4 +1,7 @@
-"""One sandbox as that SDK has it. Its id is in the state, so that a process that knows the state finds the sandbox again."""
+"""One sandbox as that SDK has it. Its id is in the state, so that a process that knows the state finds the sandbox again.
+
+A session's end leaves the sandbox: it lives until its client deletes it.
+"""
 
 from __future__ import annotations
 
@@ -81,9 +84,6 @@ class DsecSandboxSession(BaseSandboxSession):
         except SandboxNotFound:
             return False
         return info.state in (State.RUNNING, State.HIBERNATED)  # what hibernates wakes when it is used
-
-    async def _shutdown_backend(self) -> None:
-        """Nothing: a sandbox lives until its client deletes it, so that it can be resumed."""
 
     # commands -------------------------------------------------------------------------------------------------------------------
     async def exec(
