@@ -161,7 +161,7 @@ def results(environment: dict[str, str], request: pytest.FixtureRequest) -> Iter
 
 def run(python: Path, program: str, env: dict[str, str]) -> dict[str, Any]:
     """Run one program to its end; a line of it is JSON."""
-    done = subprocess.run([str(python), "-W", "ignore", str(HERE / program)], env=env, capture_output=True, text=True, timeout=280, cwd=env["HOME"], stdin=subprocess.DEVNULL)
+    done = subprocess.run([str(python), "-W", "ignore", str(HERE / program)], env=env, capture_output=True, text=True, timeout=600, cwd=env["HOME"], stdin=subprocess.DEVNULL)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"python"')]  # some frameworks print at the end, too
     assert done.returncode == 0 and lines, f"{program} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     found: dict[str, Any] = json.loads(lines[-1])

@@ -127,7 +127,6 @@ async def agent() -> None:
     model = Scripted(PROBE, "sed -i 's/x - 1/x + 1/' src/f.py && cd src && python3 -c 'import f; print(f.f(41))'")
     worker = SandboxAgent(name="worker", instructions="repair f", model=model, default_manifest=FILES)
     config = RunConfig(sandbox=SandboxRunConfig(client=client, options=DsecSandboxClientOptions()), tracing_disabled=True)
-    before = set(running())
     ids: set[str] = set()
     made = client._make
 
@@ -141,7 +140,7 @@ async def agent() -> None:
     assert result.final_output == "done" and "42" in str(model.seen[2]), model.seen
     assert len(ids) == 1 and str(model.seen[1]).count("pid:[") == 1
     assert "absent" in str(model.seen[1])
-    assert set(running()) == before, "a run's sandbox ends with it"
+    assert not ids & set(running()), "a run's sandbox ends with it"
     await client.close()
 
 

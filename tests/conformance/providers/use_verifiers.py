@@ -50,7 +50,6 @@ __all__ = ["SumsTaskset"]
 
 @case("vf-validate")
 def validate() -> None:
-    before = set(running())
     with tempfile.TemporaryDirectory() as home:
         Path(home, "sums").mkdir()
         Path(home, "sums", "__init__.py").write_text(TASKSET % PROBE)
@@ -65,7 +64,6 @@ def validate() -> None:
         name, pid_ns, mnt_ns, there = where.split()
         assert shown and id not in running() and there == "absent" and name != os.uname().nodename
         assert pid_ns != os.readlink("/proc/self/ns/pid") and mnt_ns != os.readlink("/proc/self/ns/mnt")
-    assert set(running()) == before, "sandboxes end with the run"
 
 
 main("verifiers", "e2b")
