@@ -75,6 +75,7 @@ static int yield_to_all(struct fault *f) {
 // A hierarchy has one place for a process: all its controllers go where the cpu controller is.
 static int open_v1(const char *point, const char *options, struct fault *f) {
   int dirs[CPU_CLASSES] = {-1, -1};
+  if (has_word(options, "cpuacct", ',') && node.cpuacct < 0 && (node.cpuacct = own_directory(point, CPU_LATENCY, f)) < 0) return -1;
   for (int i = 0; i < CG_COUNT; i++) {
     if (node.v1[0][i] >= 0 || !has_word(options, controller[i], ',')) continue;
     if (dirs[0] < 0 && (dirs[0] = own_directory(point, CPU_LATENCY, f)) < 0) return -1;
@@ -90,6 +91,7 @@ int cgroup_open(struct fault *f) {
     node.v2[class] = -1;
     for (int i = 0; i < CG_COUNT; i++) node.v1[class][i] = -1;
   }
+  node.cpuacct = -1;
   FILE *m = fopen("/proc/self/mountinfo", "re");
   if (!m) return fault_host(f, errno, "open /proc/self/mountinfo");
   while (fgets(line, sizeof line, m)) {
@@ -204,6 +206,8 @@ int cgroup_limit(struct sandbox *s, struct fault *f) {
   return limits(s, f) || watch_oom(s, f) ? -1 : 0;
 }
 
+int cgroup_bound(struct sandbox *s, struct fault *f) { return limits(s, f); }
+
 int cgroup_join(const struct spec *spec, struct fault *f) {
   const int *parents = node.v1[spec->cpu_class];
   char path[300];
@@ -295,6 +299,7 @@ int cgroup_remove(const char *id) {
     for (int i = 0; i < CG_COUNT; i++)
       if (remove_group(node.v1[class][i], id, 0)) err = errno;
   }
+  if (remove_group(node.cpuacct, id, 0)) err = errno;
   errno = err;
   return err ? -1 : 0;
 }

@@ -143,9 +143,11 @@ static int join(const struct sandbox *s, const struct entry *x, struct fault *f)
     if (write(s->box->join[i], "0", 1) != 1)
       return fault_set(f, errno == ENOMEM ? "no_memory" : "internal", errno, "join the cgroups of %s", s->spec.id);
   }
+  if (s->box->clock && write(s->box->clock, "0", 1) != 1) return fault_set(f, "internal", errno, "join the clock of %s", s->spec.id);
   if (class_take(&s->spec, f)) return -1;
   // the pid namespace is where its children are born
-  int spaces = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | (x->run ? 0 : CLONE_NEWPID) | (s->userns_fd >= 0 ? CLONE_NEWUSER : 0);
+  int spaces = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | (x->run ? 0 : CLONE_NEWPID) | (s->own_net ? CLONE_NEWNET : 0) |
+               (s->userns_fd >= 0 ? CLONE_NEWUSER : 0);
   if (setns(s->init_fd, spaces)) return fault_set(f, "internal", errno, "join the namespaces of %s", s->spec.id);
   return 0;
 }
@@ -195,9 +197,25 @@ static int descriptors(const struct sandbox *s, const struct entry *x, int *stat
   return close_others(3, kept, k) ? fault_set(f, "internal", errno, "close the descriptors") : 0;
 }
 
-static int limits(const struct sandbox *s, struct fault *f) {
+static int bound(int which, uint64_t to) {
+  struct rlimit now, l = {to, to};
+  return to && !getrlimit(which, &now) && to <= now.rlim_max ? setrlimit(which, &l) : 0;
+}
+
+static int bounds(const struct bounds *b, struct fault *f) {
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  if (b->cpu >= 0) CPU_SET((unsigned)b->cpu, &one);
+  if (bound(RLIMIT_FSIZE, b->file_bytes) || bound(RLIMIT_CPU, b->cpu_s) || bound(RLIMIT_STACK, b->stack ? RLIM_INFINITY : 0) ||
+      (b->cpu >= 0 && sched_setaffinity(0, sizeof one, &one)))
+    return fault_set(f, "internal", errno, "limit the program");
+  return 0;
+}
+
+static int limits(const struct sandbox *s, const struct entry *x, struct fault *f) {
   struct rlimit none = {0, 0}, files;
   if (setrlimit(RLIMIT_CORE, &none) || getrlimit(RLIMIT_NOFILE, &files)) return fault_set(f, "internal", errno, "limit core files");
+  if (x->bounds && bounds(x->bounds, f)) return -1;
   if (s->spec.nofile && s->spec.nofile < files.rlim_max) files.rlim_max = s->spec.nofile;
   files.rlim_cur = files.rlim_max;
   return setrlimit(RLIMIT_NOFILE, &files) ? fault_set(f, "internal", errno, "limit open files") : 0;
@@ -226,7 +244,7 @@ static int second(void *arg) {
   struct fault f = {0};
   if (p->pids >= 0 && write(p->pids, "0", 1) != 1) fault_set(&f, "internal", errno, "join the pids cgroup of %s", p->s->spec.id);
   else if (setsid() < 0 || (x->tty && ioctl(0, TIOCSCTTY, 0))) fault_set(&f, "internal", errno, "take the terminal");
-  else if (filter_load(&node.filter)) fault_set(&f, "internal", errno, "load the system call filter");
+  else if (filter_load(x->zygote ? &node.zygote : &node.filter)) fault_set(&f, "internal", errno, "load the system call filter");
   else if (x->shell_text) shell(p->s, x, p->e, &f);
   else program(x, p->e, &f);
   give_fault(p->status, &f);
@@ -251,9 +269,9 @@ static void __attribute__((noreturn)) first(struct sandbox *s, const struct entr
     fault_set(&f, "internal", errno, "hand the terminal to %s", a.name);
     give_fault(status, &f);
   }
-  if (join(s, x, &f) || privilege_cut(&a, 0, &f) || directory(s, x, &f)) give_fault(status, &f);
+  if (join(s, x, &f) || privilege_cut(&a, x->zygote ? KEEP_ZYGOTE : KEEP_USUAL, &f) || directory(s, x, &f)) give_fault(status, &f);
   umask(022);
-  if (descriptors(s, x, &status, &pids, &f) || limits(s, &f)) give_fault(status, &f); // in this order: aether holds more files than a sandbox may
+  if (descriptors(s, x, &status, &pids, &f) || limits(s, x, &f)) give_fault(status, &f); // in this order: aether holds more files than a sandbox may
   prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
   if (x->run) own(x, status, parent);
   environment(&e, s, x, &a);

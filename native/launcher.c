@@ -98,16 +98,15 @@ static int take_criu(const char *path, struct fault *f) {
   return embedded("join", join_start, join_end, 0444, &node.join, f);
 }
 
-static int read_filter(const char *path, struct fault *f) {
-  static struct sock_filter code[FILTER_MAX];
+static int read_filter(const char *path, struct sock_fprog *to, struct sock_filter *code, struct fault *f) {
   int fd = open(path, O_RDONLY | O_CLOEXEC);
   struct stat st;
   if (fd < 0 || fstat(fd, &st)) return fault_set(f, "internal", errno, "open the seccomp filter %s", path);
   size_t n = (size_t)st.st_size;
-  int bad = !n || n > sizeof code || n % sizeof *code || read(fd, code, n) != (ssize_t)n;
+  int bad = !n || n > FILTER_MAX * sizeof *code || n % sizeof *code || read(fd, code, n) != (ssize_t)n;
   close(fd);
   if (bad) return fault_set(f, "internal", 0, "%s is not a raw seccomp filter of at most %d instructions", path, FILTER_MAX);
-  node.filter = (struct sock_fprog){(unsigned short)(n / sizeof *code), code};
+  *to = (struct sock_fprog){(unsigned short)(n / sizeof *code), code};
   return 0;
 }
 
@@ -124,7 +123,8 @@ static void default_signals(void) {
   for (int n = 1; n <= 64; n++) syscall(SYS_rt_sigaction, n, &none, NULL, sizeof none.mask);
 }
 
-static int prepare(const char *filter, const char *criu, pid_t join, const pid_t *cores, char **argv, struct fault *f) {
+static int prepare(const char *filter, const char *zygote, const char *criu, pid_t join, const pid_t *cores, char **argv, struct fault *f) {
+  static struct sock_filter usual[FILTER_MAX], warm[FILTER_MAX];
   struct rlimit files;
   if (run_sealed(argv, f) || prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)) return fault_host(f, errno, "become undumpable");
   prctl(PR_SET_NAME, "aether", 0, 0, 0);
@@ -132,7 +132,8 @@ static int prepare(const char *filter, const char *criu, pid_t join, const pid_t
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
   }
-  if (null_streams(f) || embedded("init", init_start, init_end, 0111, &node.init_fd, f) || read_filter(filter, f) || cgroup_open(f)) return -1;
+  if (null_streams(f) || embedded("init", init_start, init_end, 0111, &node.init_fd, f) || read_filter(filter, &node.filter, usual, f) || cgroup_open(f)) return -1;
+  if (zygote && read_filter(zygote, &node.zygote, warm, f)) return -1;
   struct fault none = {0};             // which is no reason to have no sandboxes
   if (criu && take_criu(criu, &none)) {
     fprintf(stderr, "launcher: %s: no forks with memory\n", none.message);
@@ -198,6 +199,7 @@ static void create(uint32_t number, int userns, struct fault *f) {
   }
   answered();
   close(CONTROL);
+  if (sandbox.spec.worker) fncall_main(&sandbox);
   close_fd(&node.init_fd);
   class_supervise(&sandbox.spec);
   aether_main(&sandbox);
@@ -330,8 +332,8 @@ static int loop(void) {
 int launcher_main(int argc, char **argv) {
   static const struct option options[] = {{"run", 1, NULL, 'r'}, {"state", 1, NULL, 's'}, {"cgroup", 1, NULL, 'c'},
                                           {"seccomp", 1, NULL, 'f'}, {"join", 1, NULL, 'j'}, {"core", 1, NULL, 'k'}, {"idle-by", 1, NULL, 'i'},
-                                          {"fill-ms", 1, NULL, 'd'}, {"fill-by", 1, NULL, 'b'}, {"criu", 1, NULL, 'm'}, {0}};
-  const char *filter = NULL, *criu = NULL;
+                                          {"fill-ms", 1, NULL, 'd'}, {"fill-by", 1, NULL, 'b'}, {"criu", 1, NULL, 'm'}, {"zygote-seccomp", 1, NULL, 'z'}, {0}};
+  const char *filter = NULL, *zygote = NULL, *criu = NULL;
   pid_t join = 0, cores[CPU_CLASSES] = {0};
   node.title = argv[0];
   node.title_size = (size_t)(argv[argc - 1] + strlen(argv[argc - 1]) - argv[0]);
@@ -346,6 +348,7 @@ int launcher_main(int argc, char **argv) {
     case 'i': node.idle_by = !strcmp(optarg, "policy") ? IDLE_BY_POLICY : IDLE_BY_GROUP; break;
     case 'b': node.fill_by = !strcmp(optarg, "fuse") ? FILL_FUSE : !strcmp(optarg, "fanotify") ? FILL_FANOTIFY : FILL_AUTO; break;
     case 'm': criu = optarg; break;
+    case 'z': zygote = optarg; break;
     case 'd': node.fill_ms = strtoull(optarg, NULL, 10); break;
     default: return 2;
   }
@@ -354,7 +357,7 @@ int launcher_main(int argc, char **argv) {
     return 2;
   }
   struct fault f = {0};
-  if (prepare(filter, criu, join, cores, argv, &f)) {
+  if (prepare(filter, zygote, criu, join, cores, argv, &f)) {
     fprintf(stderr, "launcher: %s\n", f.message);
     answer(F_ERROR, 0, &f);
     return 1;

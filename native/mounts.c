@@ -284,7 +284,7 @@ static int give_up(const struct setup *u, struct fault *f) {
   const struct sandbox *s = u->s;
   const struct account nobody = {.name = "root"};
   if (s->userns_fd >= 0 && !s->spec.own_pids && setns(s->userns_fd, CLONE_NEWUSER)) return fault_host(f, errno, "enter the user namespace");
-  if (privilege_cut(&nobody, 1, f)) return -1;
+  if (privilege_cut(&nobody, KEEP_NONE, f)) return -1;
   // after the last change of credentials, which would clear it: PID 1, and with it everything inside, dies with aether
   if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) || prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)) return fault_set(f, "internal", errno, "bind PID 1 to its supervisor");
   return 0;

@@ -28,8 +28,10 @@ struct node {
   int host_ns, own_ns;                 // mount namespaces: the host's, ours
   int init_fd;                         // sealed memfd with the program of PID 1
   struct sock_fprog filter;            // seccomp filter of every command
+  struct sock_fprog zygote;            // the same with setns; no code: there are no warm calls
   // by class, directories <hierarchy>/<cgroup>[-idle]; v1 -1: the controller lives in v2; where classes do not matter, both name one
   int v2[CPU_CLASSES], v1[CPU_CLASSES][CG_COUNT];
+  int cpuacct;                         // v1 directory of its own for CPU time alone, -1: there is none
   int idle_by;                         // IDLE_BY_*
   struct { pid_t pid; int fd; } core[CPU_CLASSES]; // whoever holds the cookie of a class; fd -1: no core scheduling here
   int medium, qgroups;                 // NODE_MEDIUM, and its /sys directory of quota groups; -1: not mounted
@@ -44,6 +46,7 @@ extern struct node node;
 
 struct box {
   int v1[CG_COUNT], join[CG_COUNT];    // own v1 groups and their `tasks`
+  int clock;                           // `tasks` of one more, for CPU time; 0: none
   int volume;                          // own subvolume, -1: memory medium
   char qgroup[32];                     // its quota group in /sys
   int root, null;                      // root directory (O_PATH), /dev/null as the sandbox sees it
@@ -53,6 +56,7 @@ struct box {
 int cgroup_open(struct fault *f);                                     // fills node.v1 and node.v2
 int cgroup_make(struct sandbox *s, struct fault *f);                  // the v2 group, into which PID 1 is born
 int cgroup_limit(struct sandbox *s, struct fault *f);                 // the v1 groups, and all limits
+int cgroup_bound(struct sandbox *s, struct fault *f);                 // its limits alone, for groups that were made without
 int cgroup_join(const struct spec *spec, struct fault *f);            // from a process that has only the node's descriptors
 void class_supervise(const struct spec *spec);                        // this process serves a sandbox of that class
 int class_take(const struct spec *spec, struct fault *f);             // this process is one of the sandbox: how it takes its turn
@@ -117,7 +121,8 @@ struct account { uint32_t uid, gid; char name[64], home[512]; uint32_t groups[64
 int account_find(int root, const char *user, int limited, struct account *a, struct fault *f);
 
 // privilege.c
-int privilege_cut(const struct account *a, int all, struct fault *f); // takes the user and the capability set (all: none is left)
+enum { KEEP_USUAL, KEEP_NONE, KEEP_ZYGOTE };
+int privilege_cut(const struct account *a, int which, struct fault *f); // takes the user and a capability set
 uint64_t privilege_most(void);                                        // capabilities that a command may have
 int filter_load(const struct sock_fprog *filter);
 extern const struct sock_fprog init_filter;

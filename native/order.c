@@ -47,6 +47,7 @@ static int one(struct order *o, uint8_t type, const struct item *i) {
     case T_MEDIUM: return flag(i, &c->medium);
     case T_USERNS: return flag(i, &c->userns);
     case T_OWN_PIDS: return flag(i, &c->own_pids);
+    case T_FN_WORKER: return flag(i, &c->worker);
     case T_UID_BASE: return number32(i, &c->uid_base);
     case T_CPU_MILLI: return number32(i, &c->cpu_milli);
     case T_CPU_CLASS: return number32(i, &c->cpu_class);

@@ -16,6 +16,9 @@
 #define KEPT (BIT(CAP_CHOWN) | BIT(CAP_DAC_OVERRIDE) | BIT(CAP_FOWNER) | BIT(CAP_FSETID) | BIT(CAP_KILL) | BIT(CAP_SETGID) | \
               BIT(CAP_SETUID) | BIT(CAP_SETPCAP) | BIT(CAP_NET_BIND_SERVICE) | BIT(CAP_SYS_CHROOT) | BIT(CAP_AUDIT_WRITE) | BIT(CAP_SETFCAP))
 
+// To join namespaces, and to become another user there.
+#define ZYGOTE (BIT(CAP_SYS_ADMIN) | BIT(CAP_SYS_CHROOT) | BIT(CAP_SETUID) | BIT(CAP_SETGID) | BIT(CAP_DAC_OVERRIDE))
+
 // PID 1 needs these and no more. write: to report a failed exec. The pointer of execveat cannot be judged here: it is used once, by us.
 static struct sock_filter init_code[] = {
   BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, arch)),
@@ -39,8 +42,8 @@ int filter_load(const struct sock_fprog *filter) {
   return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, filter) ? -1 : 0;
 }
 
-int privilege_cut(const struct account *a, int all, struct fault *f) {
-  uint64_t keep = all ? 0 : KEPT;
+int privilege_cut(const struct account *a, int which, struct fault *f) {
+  uint64_t keep = which == KEEP_NONE ? 0 : which == KEEP_ZYGOTE ? ZYGOTE : KEPT;
   for (int c = 0; c < 64; c++)         // beyond the kernel's last one: EINVAL
     if (!(keep >> c & 1) && prctl(PR_CAPBSET_DROP, c, 0, 0, 0)) {
       if (errno == EINVAL) break;

@@ -6,12 +6,24 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
+#include "fncall.h"
 #include "node.h"
 #include "util.h"
 
 #define DEATH_MS 10000
 
+// A worker marks its run directory when it begins; its boxes have groups of their own beside its own.
+static void worker_sweep(const struct spec *c, struct fault *f) {
+  char path[4200], id[96];
+  snprintf(path, sizeof path, "%s/" FN_MARK, c->run_dir);
+  for (int i = 0; path_exists(path) && i < FN_BOXES; i++) {
+    snprintf(id, sizeof id, FN_GROUP, c->id, i);
+    if (cgroup_remove(id)) fault_host(f, errno, "remove the cgroups of %s", id);
+  }
+}
+
 int sandbox_sweep(const struct spec *c, struct fault *f) {
+  worker_sweep(c, f);
   if (cgroup_remove(c->id)) fault_host(f, errno, "remove the cgroups of %s", c->id);
   // the last process is gone, but the kernel may still be taking its mounts down
   for (int i = 0; !c->keep && medium_forget(c->id); i++) {

@@ -25,6 +25,7 @@ struct spec {                          // decoded CREATE; strings point into the
   uint64_t auto_pause_ns, reclaim_ns;  // idle for so long: it is paused, gives memory back; 0: never
   uint64_t turn;                       // how often it was made again, on the layer that it had; 0: it is new
   int keep;                            // its writable layer stays when everything else of it is removed
+  int worker;                          // it serves function calls (fncall.h) instead of commands
 };
 
 struct file_id { uint64_t dev, ino, size, ctime_ns; }; // overlayfs keeps the inode number over a copy-up: the change time tells
@@ -37,6 +38,7 @@ struct sandbox {
   int userns_fd, cgroup_fd;            // cgroup_fd: the sandbox's v2 directory
   int devpts_fd;                       // its devpts mount, for PTYs
   int oom_fd;                          // readable on an OOM kill inside (v1 eventfd, v2 inotify), -1 without a memory controller
+  int own_net;                         // its network namespace is not its supervisor's
   int has_shell;                       // /bin/sh was executable when it was made
   struct file_id shell, bash;          // /bin/sh and /bin/bash as they were then; ino 0: absent
   struct box *box;                     // what only sandbox.c and enter.c need
@@ -72,8 +74,12 @@ struct entry {
   int cgroup_fd;                            // v2 group of its own (command), or the sandbox's
   int light;                                // file helpers: join only the memory and v2 groups
   void (*run)(void *arg); void *arg;
+  int zygote;                               // it may join namespaces that the sandbox's user namespace owns, and nothing else of that kind
+  const struct bounds *bounds;              // further limits of the program, NULL: none
   int keep;                                 // one more descriptor that run() may use, -1: none
 };
+
+struct bounds { uint64_t file_bytes, cpu_s; int stack, cpu; }; // 0: none; stack: without limit; cpu: the only one it runs on, -1: any
 
 struct start {                              // a process on its way in
   pid_t pid;                                // of the first one
@@ -94,6 +100,9 @@ int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault 
 int sandbox_shell_replaced(struct sandbox *s); // /bin/sh or /bin/bash is no longer the file it was at the start
 
 int sandbox_rename(struct sandbox *s, const char *hostname, struct fault *f); // one that nobody has used
+
+// fncall.c: a worker's life after READY; never returns
+void fncall_main(struct sandbox *s) __attribute__((noreturn));
 
 // supervisor.c: aether's life after READY; never returns
 void aether_main(struct sandbox *s) __attribute__((noreturn));

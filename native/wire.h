@@ -28,6 +28,8 @@ enum frame_type {
   F_SIGNAL = 39, F_KILL = 40, F_WAIT = 41, F_LIST = 42, F_STAT = 43, F_SESSION_OPEN = 44, F_SESSION_CLOSE = 45,
   F_SESSION_LIST = 46, F_FILE = 47, F_LEASE = 48, F_STOP = 49, F_SNAPSHOT = 50, F_PAUSE = 51, F_RESUME = 52,
   F_RECLAIM = 53, F_LEAVE = 55, F_CHECKPOINT = 58, F_RESTORE = 59,
+  // fncall worker: CALL and PUT are requests, END a reply
+  F_FN_CALL = 110, F_FN_PUT = 111, F_FN_CANCEL = 112, F_FN_END = 113, F_FN_DROP = 114,
   // aether replies
   F_STARTED = 64, F_END = 65, F_GAP = 66, F_ENDED = 67, F_LEFT = 56,
 };
@@ -58,6 +60,9 @@ enum tag {
   // files
   T_OP = 128, T_MODE = 129, T_MTIME_NS = 130, T_DEST = 131, T_RECURSIVE = 132, T_DEPTH = 133, T_SIZE = 134, T_TYPE = 135,
   T_UID = 136, T_GID = 137, T_TARGET = 138, T_PARENTS = 139, T_OVERWRITE = 140, T_OWNER = 141, T_GROUP = 142, T_EXCLUDE = 143,
+  // calls of a fncall worker (fncall.h)
+  T_FN_CALL = 220, T_FN_CODE = 221, T_FN_FILE = 222, T_FN_COLLECT = 223, T_FN_FLAGS = 224, T_FN_CPU_NS = 225, T_FN_OUTPUT = 226,
+  T_FN_RESULT = 227, T_FN_FSIZE = 228, T_FN_WORKER = 229,
   T_RESOURCE = 168,                    // of the launcher's ERROR: what of the host ran out
 };
 
@@ -77,6 +82,19 @@ enum { END_RUNNING = 0, END_EXITED = 1, END_SIGNALED = 2, END_TIMEOUT = 3, END_O
 enum { LIMIT_MEMORY = 1, LIMIT_DISK = 2, LIMIT_PIDS = 4, LIMIT_OUTPUT = 8, LIMIT_FILES = 16 };
 // record.flags
 enum { R_PIPES_LEFT = 1, R_SESSION_LOST = 2, R_SHELL_REPLACED = 4, R_LOG_EVICTED = 8, R_ROLLED_BACK = 16, R_HIBERNATED = 32 };
+
+// T_FN_FLAGS
+enum { FN_STOP_AT_OUTPUT = 1, FN_PIN = 2 };
+// fn_result.hits beside LIMIT_*
+enum { FN_HIT_CPU = 32, FN_HIT_WALL = 64 };
+struct fn_result {                     // T_FN_RESULT: what the host saw of a call; packed, 80 bytes
+  uint64_t wall_ns, cpu_ns, memory_peak, rss; // rss: of the program itself, 0: not known
+  uint64_t out_total, err_total, value_total; // bytes that it wrote
+  int32_t code, signal;                // exit code or -1; signal or 0
+  uint8_t ending, hits, zero[6];
+  uint64_t reserved;
+} __attribute__((packed));
+_Static_assert(sizeof(struct fn_result) == 80, "fn_result");
 
 #define RECORD_MAGIC 0x31636564        // "dec1"
 struct record {                        // one finished (or, in LIST, running) command; packed, 176 bytes

@@ -43,7 +43,7 @@ An interrupt ends the waiting, not the command. In this module the classes also 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -57,10 +57,12 @@ from libdsec import sandbox as _sandbox
 from libdsec import stream as _stream
 from libdsec.api import PATIENCE
 from libdsec.args import DSecContainerRunArgs
-from libdsec.client import Infos, Made, PoolInfos, RawResponse
+from libdsec.calls import Calls, FnCallArgs
+from libdsec.client import Infos, Languages, Made, PoolInfos, RawResponse
 from libdsec.command import Input
 from libdsec.copies import SnapshotInfo
 from libdsec.files import FileInfos
+from libdsec.fncall import FnResult
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
 from libdsec.nodes import NodeInfo
 from libdsec.portal import Portal
@@ -68,6 +70,7 @@ from libdsec.result import Event, ExecResult
 from libdsec.sources import Source
 from libdsec.stream import Callback
 from libdsec.tars import Links, Names
+from libdsec.tiers import Run
 from libdsec.wire import (
     CommandInfo,
     CpuClass,
@@ -94,6 +97,9 @@ def _wrap(portal: Portal, value: Any) -> Any:
     """What an asynchronous method gave, in its synchronous form."""
     if isinstance(value, list):
         return [_wrap(portal, item) for item in value]
+    if isinstance(value, Run):
+        value.sandbox = _wrap(portal, value.sandbox)
+        return value
     kind = _KINDS.get(type(value))
     return value if kind is None else kind(portal, value)
 
@@ -170,7 +176,7 @@ def _method(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> list[st
         ]
     elif returns == "None":
         out.append(f"        self._portal.run({call})")
-    elif any(re.search(rf"\b{kind}\b", returns) for kind in (*CLASSES, "Made")):
+    elif any(re.search(rf"\b{kind}\b", returns) for kind in (*CLASSES, "Made", "Run")):
         out += _assign(_sync(returns), f"_wrap(self._portal, self._portal.run({call}))")
     else:
         out.append(f"        return self._portal.run({call})")

@@ -97,6 +97,27 @@ class PoolConfig(_Section, frozen=True):
         return tuple((image, int(size)) for image, _, size in (word.partition("=") for word in self.images.split()))
 
 
+class FncallConfig(_Section, frozen=True):
+    """Function calls (docs/fncall.md), and what one gets when its caller does not say."""
+
+    environments: str = ""  # images whose residents are there from the start on, separated by spaces
+    preload: str = ""  # modules that python calls find imported, separated by spaces
+    languages: str = ""  # directory with more languages of the judge, one TOML file each
+    slots: NotNegative = 0  # calls at a time; 0: one a CPU
+    queue: Positive = 20000  # calls that are accepted at a time, waiting or running
+    residents: Positive = 8  # environments that are resident at a time
+    idle: Seconds = 900.0  # without a call, then a resident goes
+    resident_mb: Annotated[int, Meta(ge=64)] = 2048  # memory of a resident beside its calls
+    most_memory_mb: Annotated[int, Meta(ge=16)] = 8192  # that a call may ask for
+    wall: Seconds = 10.0
+    memory_mb: Annotated[int, Meta(ge=16)] = 512
+    cpu_cores: Annotated[float, Meta(gt=0)] = 1.0
+    disk_mb: Positive = 64
+    pids: Positive = 64
+    open_files: Annotated[int, Meta(ge=16)] = 256
+    output_bytes: NotNegative = 1 << 20  # of each stream
+
+
 class RemoteConfig(_Section, frozen=True):
     """The store that layers are pushed to and pulled from, and how their data comes to this node."""
 
@@ -134,6 +155,7 @@ class Config(_Section, frozen=True):
     sandbox: SandboxConfig = msgspec.field(default_factory=SandboxConfig)
     memory: MemoryConfig = msgspec.field(default_factory=MemoryConfig)
     pool: PoolConfig = msgspec.field(default_factory=PoolConfig)
+    fncall: FncallConfig = msgspec.field(default_factory=FncallConfig)
     remote: RemoteConfig = msgspec.field(default_factory=RemoteConfig)
     e2b: E2bConfig = msgspec.field(default_factory=E2bConfig)
 
@@ -333,6 +355,10 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
         raise bad("tls_cert" if config.tls_cert else "tls_key", "tls_cert and tls_key go together")
     if not is_loopback(host.strip("[]")) and not config.tls_cert:
         raise bad("listen", "an address that is not loopback needs TLS: set tls_cert and tls_key")
+    if config.fncall.languages and not os.path.isabs(config.fncall.languages):
+        raise bad("fncall.languages", "must be an absolute path")
+    if config.fncall.memory_mb > config.fncall.most_memory_mb:
+        raise bad("fncall.memory_mb", f"is above fncall.most_memory_mb = {config.fncall.most_memory_mb}")
     if sum(size for _, size in config.pool.sizes) > config.pool.max:
         raise bad("pool.images", f"is more than pool.max = {config.pool.max}")
     face = _host_of(config.e2b.listen) if config.e2b.listen else "localhost"

@@ -41,7 +41,7 @@ from dsec.apiserver.app import App, Parts
 from dsec.apiserver.server import Server
 from dsec.config import Config, ConfigError, RemoteConfig, from_argv, is_loopback
 from dsec.doctor import Check, diagnose_async
-from dsec.edge.config import MIB, EdgeConfig, find_aether
+from dsec.edge.config import MIB, EdgeConfig, FnConfig, find_aether
 from dsec.edge.edge import Edge
 from dsec.images.remote.service import RemoteSettings
 from dsec.images.service import Images
@@ -144,6 +144,7 @@ def edge_config(config: Config) -> EdgeConfig:
         reclaim_after=memory.reclaim_after or None,
         fill_deadline=config.remote.deadline,
         fill_by=config.remote.method,
+        fncall=FnConfig.of(config.fncall),
         criu=_tools(config).criu() if config.node.fork_memory else None,
     )
 

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from libdsec import errors
 from libdsec.args import DSecContainerRunArgs
+from libdsec.calls import FnCallArgs
 from libdsec.client import VERSION as __version__
 from libdsec.client import DSecClient
 from libdsec.command import Command
 from libdsec.errors import DSecError
 from libdsec.files import Files
+from libdsec.fncall import Case, FnKind, FnLimits, FnResult, GpuRequest, JudgeSpec, Tool, Verdict
 from libdsec.result import Event, ExecResult, Exit, Gap, Stderr, Stdout
 from libdsec.sandbox import Sandbox, Session
 from libdsec.stream import CommandStream
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from libdsec.sync import SyncCommand, SyncDSecClient, SyncSandbox, SyncSession
 
 __all__ = [
+    "Case",
     "Cause",
     "Command",
     "CommandStream",
@@ -41,8 +44,14 @@ __all__ = [
     "ExecResult",
     "Exit",
     "Files",
+    "FnCallArgs",
+    "FnKind",
+    "FnLimits",
+    "FnResult",
     "Gap",
+    "GpuRequest",
     "Health",
+    "JudgeSpec",
     "Sandbox",
     "Session",
     "State",
@@ -52,6 +61,8 @@ __all__ = [
     "SyncDSecClient",
     "SyncSandbox",
     "SyncSession",
+    "Tool",
+    "Verdict",
     "__version__",
     "errors",
 ]

@@ -7,7 +7,7 @@ import dataclasses
 import json as jsonlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,11 +17,14 @@ import msgspec
 
 from libdsec.api import PATIENCE, READ_TIMEOUT, Api, deadline, path, query
 from libdsec.args import DSecContainerRunArgs, cpu_class_of
+from libdsec.calls import Calls, FnCallArgs, results
 from libdsec.errors import AtCapacity, DSecError, InvalidRequest, ResourceExhausted, Unsupported, from_body
+from libdsec.fncall import FnLimits, FnResult, LanguageInfo
 from libdsec.http import Transport
 from libdsec.images import Environments, Images, Layers, Snapshots
 from libdsec.nodes import NodeInfo
 from libdsec.sandbox import Sandbox
+from libdsec.tiers import Run, call_in, choose, wanted
 from libdsec.wire import (
     API_VERSION,
     DEFAULT_URL,
@@ -39,10 +42,12 @@ from libdsec.wire import (
 VERSION = "0.1.0"
 Infos = list[SandboxInfo]
 PoolInfos = list[PoolInfo]
+Languages = list[LanguageInfo]
 Made = list[Any]  # of Sandbox; with `partial=True` also of DSecError
 _infos = msgspec.msgpack.Decoder(list[SandboxInfo]).decode
 _pools = msgspec.msgpack.Decoder(list[PoolInfo]).decode
 _items = msgspec.msgpack.Decoder(list[BatchItem]).decode
+_languages = msgspec.msgpack.Decoder(list[LanguageInfo]).decode
 
 
 class RawResponse:
@@ -252,6 +257,64 @@ class DSecClient:
     async def remove_pool(self, id: str) -> PoolInfo:
         """Keep none of this pool any more. NotFound when there is none of this id."""
         return await self._api.call("DELETE", path("pools", id), PoolInfo)
+
+    # function calls -------------------------------------------------------------------------------------------------------------
+    async def run_fncall(self, args: FnCallArgs, timeout: float | None = None) -> FnResult:
+        """Run one call to its end: stateless work in a box that nothing was in before and nothing is left of.
+
+        A call that ended badly has a result that says so; what the platform failed is raised (FnCallLost, ResourceExhausted). The call ends
+        when this is cancelled, or after `timeout` seconds (RequestTimeout), unless it has a key.
+        """
+        async with deadline(timeout, "a function call"):
+            return await self._api.call("POST", "/v1/fncalls", FnResult, body=args.call(), safe=True, timeout=None)
+
+    async def run_fncalls(self, calls: Calls) -> AsyncIterator[FnResult]:
+        """Run thousands in one request. Results in the order in which they end, each with its `index`; what the platform failed of one is
+        its `error`. Leaving the iteration ends the rest."""
+        async for result in results(self._api, calls):
+            yield result
+
+    async def run(
+        self,
+        args: DSecContainerRunArgs | FnCallArgs,
+        timeout: float | None = 120,
+        *,
+        backend: str = "auto",
+        needs: Mapping[str, bool] | Iterable[str] | None = None,
+    ) -> Run:
+        """Run on the lightest kind of sandbox that this node has and that satisfies `needs`: stateless (nothing is kept between calls),
+        own_kernel, privileged, display, gpu. `reason` of what it gives says why. Unsupported when none does.
+
+        A call has a result, and is stateless by itself; anything else has a sandbox, which a tier without state cannot give.
+        """
+        declared = wanted(needs)
+        a_call = isinstance(args, FnCallArgs)
+        if not a_call and "stateless" in declared:
+            raise InvalidRequest("stateless is for calls: give FnCallArgs", field="needs")
+        flags = (await self.node()).capabilities
+        choice = choose(flags, declared | {"stateless"} if a_call else declared, backend)
+        run = Run(choice.backend, choice.reason)
+        if isinstance(args, FnCallArgs):
+            if choice.backend == "fncall":
+                run.result = await self.run_fncall(args, timeout)
+                return run
+            limits = args.limits or FnLimits()
+            spec = DSecContainerRunArgs(
+                container_image=args.image, memory_limit_mb=limits.memory_mb, disk_mb=limits.disk_mb, cpu_cores_limit=limits.cpu_cores,
+                pids=limits.pids,
+            ).spec()  # fmt: skip
+            spec.backend = choice.backend
+            async with await self._run(spec, timeout, None, 0.0) as sandbox:
+                run.result = await call_in(sandbox, args)
+            return run
+        spec = args.spec()
+        spec.backend = choice.backend
+        run.sandbox = await self._run(spec, timeout, None, 0.0)
+        return run
+
+    async def languages(self, image: str) -> Languages:
+        """The judge's languages, and which of them an environment has."""
+        return _languages((await self._api.exchange("GET", "/v1/fncalls/languages" + query({"image": image})))[1])
 
     # the node -------------------------------------------------------------------------------------------------------------------
     async def node(self) -> NodeInfo:

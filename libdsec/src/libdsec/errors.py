@@ -37,6 +37,7 @@ SandboxNotFound = _error("SandboxNotFound", "sandbox_not_found", 404, "No sandbo
 SandboxEnded = _error("SandboxEnded", "sandbox_ended", 410, "The sandbox has ended; details carry the cause.")
 SandboxDamaged = _error("SandboxDamaged", "sandbox_damaged", 409, "The agent broke what commands need (its shell, /bin, PID 1).")
 SandboxLost = _error("SandboxLost", "sandbox_lost", 502, "The sandbox's supervisor is gone: an infrastructure fault.")
+FnCallLost = _error("FnCallLost", "fncall_lost", 502, "The worker of a function call died: an infrastructure fault.", retryable=True)
 LayerNotFound = _error("LayerNotFound", "layer_not_found", 404, "No such layer or environment.")
 LayerInvalid = _error("LayerInvalid", "layer_invalid", 422, "The layer is malformed or its content does not match its digest.")
 LayerInUse = _error("LayerInUse", "layer_in_use", 409, "The layer is used; details name by whom.")

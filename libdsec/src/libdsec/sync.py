@@ -11,7 +11,7 @@ An interrupt ends the waiting, not the command. In this module the classes also 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,10 +25,12 @@ from libdsec import sandbox as _sandbox
 from libdsec import stream as _stream
 from libdsec.api import PATIENCE
 from libdsec.args import DSecContainerRunArgs
-from libdsec.client import Infos, Made, PoolInfos, RawResponse
+from libdsec.calls import Calls, FnCallArgs
+from libdsec.client import Infos, Languages, Made, PoolInfos, RawResponse
 from libdsec.command import Input
 from libdsec.copies import SnapshotInfo
 from libdsec.files import FileInfos
+from libdsec.fncall import FnResult
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
 from libdsec.nodes import NodeInfo
 from libdsec.portal import Portal
@@ -36,6 +38,7 @@ from libdsec.result import Event, ExecResult
 from libdsec.sources import Source
 from libdsec.stream import Callback
 from libdsec.tars import Links, Names
+from libdsec.tiers import Run
 from libdsec.wire import (
     CommandInfo,
     CpuClass,
@@ -62,6 +65,9 @@ def _wrap(portal: Portal, value: Any) -> Any:
     """What an asynchronous method gave, in its synchronous form."""
     if isinstance(value, list):
         return [_wrap(portal, item) for item in value]
+    if isinstance(value, Run):
+        value.sandbox = _wrap(portal, value.sandbox)
+        return value
     kind = _KINDS.get(type(value))
     return value if kind is None else kind(portal, value)
 
@@ -799,6 +805,35 @@ class SyncDSecClient(_Wrapper):
     def remove_pool(self, id: str) -> PoolInfo:
         """Keep none of this pool any more. NotFound when there is none of this id."""
         return self._portal.run(self._inner.remove_pool(id))
+
+    def run_fncall(self, args: FnCallArgs, timeout: float | None = None) -> FnResult:
+        """Run one call to its end: stateless work in a box that nothing was in before and nothing is left of.
+
+        A call that ended badly has a result that says so; what the platform failed is raised (FnCallLost, ResourceExhausted). The call ends
+        when this is cancelled, or after `timeout` seconds (RequestTimeout), unless it has a key.
+        """
+        return self._portal.run(self._inner.run_fncall(args, timeout))
+
+    def run_fncalls(self, calls: Calls) -> Iterator[FnResult]:
+        """Run thousands in one request. Results in the order in which they end, each with its `index`; what the platform failed of one is
+        its `error`. Leaving the iteration ends the rest."""
+        return self._portal.iterate(self._inner.run_fncalls(calls))
+
+    def run(
+        self, args: DSecContainerRunArgs | FnCallArgs, timeout: float | None = 120, *, backend: str = "auto",
+        needs: Mapping[str, bool] | Iterable[str] | None = None,
+    ) -> Run:
+        """Run on the lightest kind of sandbox that this node has and that satisfies `needs`: stateless (nothing is kept between calls),
+        own_kernel, privileged, display, gpu. `reason` of what it gives says why. Unsupported when none does.
+
+        A call has a result, and is stateless by itself; anything else has a sandbox, which a tier without state cannot give.
+        """
+        made: Run = _wrap(self._portal, self._portal.run(self._inner.run(args, timeout, backend=backend, needs=needs)))
+        return made
+
+    def languages(self, image: str) -> Languages:
+        """The judge's languages, and which of them an environment has."""
+        return self._portal.run(self._inner.languages(image))
 
     def node(self) -> NodeInfo:
         """What the node is and can do."""

@@ -97,7 +97,7 @@ class App:
             log_sandbox.set(sandbox)
         request.read_params(route.allowed)
         if route.decodes:
-            request.body = await request.decode(route.body)
+            request.body = await request.decode(route.body, route.limit)
         await route.handler(self.parts, request)
 
     def _authenticated(self, request: Request) -> bool:

@@ -187,13 +187,13 @@ class Request:
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def decode(self, kind: Any) -> Any:
+    async def decode(self, kind: Any, limit: int = BODY_MAX) -> Any:
         """The body as one of the wire models, from JSON or MessagePack."""
         content_type = self._headers.get(b"content-type", _JSON).partition(b";")[0].strip().lower()
         if content_type != _JSON and content_type != _MSGPACK:
             shown = content_type[:80].decode("latin-1")
             raise InvalidRequest(f"content type {shown!r} is not {JSON_TYPE} or {MSGPACK_TYPE}", field="content-type")
-        data = await self.read()
+        data = await self.read(limit)
         if not data:
             raise InvalidRequest("a body is missing", field="body")
         json, msgpack = _decoders(kind)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dsec.apiserver.request import Request
+from dsec.apiserver.request import BODY_MAX, Request
 from libdsec.errors import InvalidRequest, NotFound
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Route:
     headers: tuple[Param, ...] = ()
     also: dict[int, str] = field(default_factory=dict)  # other replies that are no errors
     open: bool = False  # without an API key
+    limit: int = BODY_MAX  # bytes of a body that is a model
     allowed: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:

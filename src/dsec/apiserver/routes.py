@@ -1,9 +1,10 @@
 """Every route of the API, in one table: what is dispatched and what the OpenAPI page says are the same."""
 from __future__ import annotations
 
-from dsec.apiserver import commands, files, layers, pages, sandboxes
+from dsec.apiserver import commands, files, fncalls, layers, pages, sandboxes
 from dsec.apiserver.route import Param, Route
 from libdsec.copies import RollbackRequest, SnapshotInfo, SnapshotRequest
+from libdsec.fncall import BATCH_BODY, FnBatch, FnCall, FnResult, LanguageInfo
 from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     STREAM_TYPE,
@@ -143,6 +144,13 @@ ROUTES: tuple[Route, ...] = (
     Route("DELETE", "/v1/pools/{pool}", sandboxes.remove_pool, "Keep none of this pool any more", reply=PoolInfo),
     Route("POST", _S + "/pack", sandboxes.pack, "Make a layer and an environment of what the sandbox changed", body=PackRequest,
           reply=PackResult),
+    # function calls
+    Route("POST", "/v1/fncalls", fncalls.run, "Run a function call; it ends when the client goes, unless it has a key", body=FnCall,
+          reply=FnResult, limit=BATCH_BODY),
+    Route("POST", "/v1/fncalls:batch", fncalls.run_many, "Run many; the reply is a stream of results in the order in which they end. What "
+          "has not ended when the client goes is ended", body=FnBatch, reply=STREAM_TYPE, limit=BATCH_BODY),
+    Route("GET", "/v1/fncalls/languages", fncalls.languages, "Languages of the judge, and which an environment has",
+          reply=list[LanguageInfo], params=(Param("image", "the environment", required=True),)),
     # layers and environments
     Route("GET", "/v1/layers", layers.list_all, "All layers, newest first", reply=list[LayerInfo]),
     Route("POST", "/v1/layers", layers.build, "Build a layer on the node; the reply is progress in lines, the last has `result` or `error`",

@@ -15,12 +15,14 @@ from dsec.apiserver.request import Request
 from dsec.edge.filesystem import FileStream
 from dsec.edge.streams import Item, Output
 from libdsec.errors import DSecError, Unavailable
+from libdsec.fncall import FRAME_RESULT, FnResult
 from libdsec.wire import FRAME_EVENT, FRAME_HEADER, FRAME_KEEPALIVE, STREAM_KEEPALIVE, STREAM_TYPE, Progress, StreamEvent
 
 _STREAM = STREAM_TYPE.encode()
 _LINES = b"application/x-ndjson"
 _KEEPALIVE = FRAME_HEADER.pack(FRAME_KEEPALIVE, 0)
 _encode = msgspec.json.Encoder().encode
+_pack = msgspec.msgpack.Encoder().encode
 _SMALL = 64 << 10
 
 
@@ -85,6 +87,25 @@ async def send_command(request: Request, events: AsyncIterator[Item]) -> None:
                 raise
             stopping = StreamEvent(event="error", error=body_of(Unavailable("the node stops; the command runs on")))
             await pulse.send(event_frame(stopping))
+    await request.end()
+
+
+async def send_results(request: Request, results: AsyncIterator[FnResult]) -> None:
+    """Results of a batch, a frame each. The last frame is an `end` or `error` event; anything else means that the connection broke."""
+    async with aclosing(results) as items:  # type: ignore[type-var]
+        await request.begin(_STREAM)
+        pulse = _Pulse(request, _KEEPALIVE)
+        try:
+            async for item in items:
+                data = _pack(item)
+                await pulse.send(FRAME_HEADER.pack(FRAME_RESULT, len(data)), data)
+            await pulse.send(event_frame(StreamEvent(event="end")))
+        except DSecError as error:
+            await pulse.send(event_frame(StreamEvent(event="error", error=body_of(error))))
+        except asyncio.CancelledError:
+            if request.gone:
+                raise
+            await pulse.send(event_frame(StreamEvent(event="error", error=body_of(Unavailable("the node stops", retry_after=2)))))
     await request.end()
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli import copying, e2b, environments, images, layers, machine, mcp, node, packing, pools, sandboxes, snapshots
+from dsec.cli import copying, e2b, environments, fncall, images, layers, machine, mcp, node, packing, pools, sandboxes, snapshots
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -53,5 +53,6 @@ app.add_typer(layers.app, name="layer")
 app.add_typer(environments.app, name="env")
 app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(pools.app, name="pool")
+app.add_typer(fncall.app, name="fn")
 app.add_typer(e2b.app, name="e2b")
 app.add_typer(machine.config_app, name="config")

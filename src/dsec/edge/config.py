@@ -6,11 +6,11 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from dsec.config import NodeConfig, PoolConfig, RemoteConfig, SandboxConfig
+from dsec.config import FncallConfig, NodeConfig, PoolConfig, RemoteConfig, SandboxConfig
 from libdsec.wire import CpuClass
 
 MIB = 1 << 20
-_NODE, _POOL, _SANDBOX, _REMOTE = NodeConfig(), PoolConfig(), SandboxConfig(), RemoteConfig()  # the defaults
+_NODE, _POOL, _SANDBOX, _REMOTE, _FNCALL = NodeConfig(), PoolConfig(), SandboxConfig(), RemoteConfig(), FncallConfig()  # the defaults
 
 
 def find_aether() -> Path:
@@ -24,6 +24,34 @@ def find_aether() -> Path:
         if path.is_file():
             return path
     raise FileNotFoundError(f"the supervisor binary aether is neither at {packaged} nor at {built}, and DSEC_AETHER is not set")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FnConfig:
+    """Function calls: how many, and what one gets when its caller does not say. Units as in FncallConfig."""
+
+    environments: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+    languages: str = _FNCALL.languages
+    slots: int = _FNCALL.slots
+    queue: int = _FNCALL.queue
+    residents: int = _FNCALL.residents
+    idle: float = _FNCALL.idle
+    resident_mb: int = _FNCALL.resident_mb
+    most_memory_mb: int = _FNCALL.most_memory_mb
+    wall: float = _FNCALL.wall
+    memory_mb: int = _FNCALL.memory_mb
+    cpu_cores: float = _FNCALL.cpu_cores
+    disk_mb: int = _FNCALL.disk_mb
+    pids: int = _FNCALL.pids
+    open_files: int = _FNCALL.open_files
+    output_bytes: int = _FNCALL.output_bytes
+
+    @classmethod
+    def of(cls, config: FncallConfig) -> FnConfig:
+        """Of the node's configuration."""
+        given = {name: getattr(config, name) for name in config.__struct_fields__}
+        return cls(**{**given, "environments": tuple(config.environments.split()), "preload": tuple(config.preload.split())})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +93,7 @@ class EdgeConfig:
     max_lifetime: float | None = None
     idle_timeout: float | None = None
     auto_pause: float | None = None
+    fncall: FnConfig = FnConfig()
     # memory
     swap: str = "off"  # auto, file, zram, off
     swap_bytes: int = 0  # 0: as much as the machine has memory, at most a quarter of the free disk

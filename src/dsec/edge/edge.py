@@ -22,6 +22,7 @@ from dsec.edge.config import EdgeConfig
 from dsec.edge.cpu import CpuUse
 from dsec.edge.creating import BATCH, Creating
 from dsec.edge.filesystem import Files
+from dsec.edge.fncall.service import FnCalls
 from dsec.edge.lifecycle import PREFIX_LENGTH, Sandbox, Table, random_text
 from dsec.edge.packing import Packing
 from dsec.edge.pressure import Pressure
@@ -50,6 +51,7 @@ class Edge(Creating, Packing, Pressure, Files):
         self._sweeper: asyncio.Task[None] | None = None
         self._version = _version()
         self.swap = Swap(config)
+        self.fncalls = FnCalls(self)
 
     # life of the edge -------------------------------------------------------------------------------------------------------------
 
@@ -87,6 +89,7 @@ class Edge(Creating, Packing, Pressure, Files):
         self._sweeper = self.spawn(self.sweep(), "sweep")
         self.spawn(self.relieve(), "relieve")
         await self.keep_pools()
+        await self.fncalls.start()
 
     def make_backends(self, prefix: str) -> dict[str, Backend]:
         """The backends of this node, by name."""
@@ -97,6 +100,7 @@ class Edge(Creating, Packing, Pressure, Files):
         """Stop admitting; stop the sandboxes or leave them running for the next edge; let go of everything else."""
         self.closing = True
         await self.drain_pools()
+        await self.fncalls.close()
         if stop_sandboxes:
             await self._stop_all(self.table.live())
         if self._sweeper is not None:
@@ -128,11 +132,15 @@ class Edge(Creating, Packing, Pressure, Files):
             pooled=len(self.table.pooled()),
             max_sandboxes=self.config.max_sandboxes,
             memory_available=self.admission.host.available,
-            capabilities={name: dict(backend.capabilities) for name, backend in self.backends.items()},
+            capabilities={name: dict(flags) for name, flags in self.capabilities().items()},
             checks=[],
             swap=self.swap.info(),
             memory=self.memory_info(),
         )
+
+    def capabilities(self) -> dict[str, Mapping[str, bool]]:
+        """Flags of every kind of sandbox that this node has."""
+        return {**{name: backend.capabilities for name, backend in self.backends.items()}, "fncall": self.fncalls.capabilities}
 
     async def release_layer(self, digest: str) -> None:
         """Unmount a layer whose file is about to go."""

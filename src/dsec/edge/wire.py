@@ -36,7 +36,12 @@ Fields by frame (`*`: repeated, `?`: optional):
 
 CREATE: ID CGROUP LAYER* (topmost first) UID_BASE HOSTNAME MEDIUM DISK_BYTES MEMORY_BYTES PIDS CPU_MILLI NOFILE ENV* WORKDIR USER RUN_DIR
 STATE_DIR LOG_HEAD LOG_TAIL LOG_BUDGET DEADLINE_NS IDLE_NS SHM_BYTES USERNS AUTO_PAUSE_NS RECLAIM_NS
-VOLUME? OWN_PIDS? TURN? (made again, on the layer that it has).
+VOLUME? OWN_PIDS? TURN? (made again, on the layer that it has) FN_WORKER? (it becomes a fncall worker, which speaks the following).
+A worker's requests: EXEC{ARG* ENV*} (the interpreter that stays) -> OK; FN_PUT{ID BYTES} (appends to a shared file), FN_DROP{ID} -> OK;
+FN_CANCEL (of the call with this request number; no reply); FN_CALL{ARG* or FN_CODE, ENV* FN_FILE* FN_COLLECT* TIMEOUT_NS FN_CPU_NS?
+MEMORY_BYTES PIDS CPU_MILLI? DISK_BYTES NOFILE FN_OUTPUT FN_FSIZE? FN_FLAGS?} or FN_CALL{FN_CALL FN_CALL} (a pair, each other's stdin and
+stdout) -> DATA* (flags: 1 stdout, 2 stderr, 3 value, 16 and up a file handed back; 128 more for the second of a pair) STATUS* (flags:
+number of a file handed back; CODE? when it is not there) FN_END{FN_RESULT} (flags: 1 for the second of a pair), or ERROR.
 EXEC: COMMAND, ARG* or SHELL, SESSION? CWD? ENV* USER? EXEC_FLAGS ROWS? COLS? TIMEOUT_NS? BYTES? (whole stdin) LOG_HEAD? LOG_TAIL?.
 A record's inline bytes (out_inline, err_inline) follow it inside the RECORD field.
 """
@@ -94,6 +99,11 @@ F_RECLAIM: Final = 53
 F_CHECKPOINT: Final = 58
 F_RESTORE: Final = 59
 F_LEAVE: Final = 55
+F_FN_CALL: Final = 110
+F_FN_PUT: Final = 111
+F_FN_CANCEL: Final = 112
+F_FN_END: Final = 113
+F_FN_DROP: Final = 114
 F_STARTED: Final = 64
 F_END: Final = 65
 F_GAP: Final = 66
@@ -198,6 +208,16 @@ T_OVERWRITE: Final = 140
 T_OWNER: Final = 141
 T_GROUP: Final = 142
 T_EXCLUDE: Final = 143
+T_FN_CALL: Final = 220
+T_FN_CODE: Final = 221
+T_FN_FILE: Final = 222
+T_FN_COLLECT: Final = 223
+T_FN_FLAGS: Final = 224
+T_FN_CPU_NS: Final = 225
+T_FN_OUTPUT: Final = 226
+T_FN_RESULT: Final = 227
+T_FN_FSIZE: Final = 228
+T_FN_WORKER: Final = 229
 T_RESOURCE: Final = 168  # of the launcher's ERROR: what of the host ran out
 
 X_STREAM: Final = 1
@@ -207,6 +227,11 @@ X_PTY: Final = 8
 X_MERGE: Final = 16
 X_STOP_AT_OUTPUT: Final = 32
 X_STOP_AT_DISK: Final = 64
+
+FN_STOP_AT_OUTPUT: Final = 1
+FN_PIN: Final = 2
+FN_HIT_CPU: Final = 32
+FN_HIT_WALL: Final = 64
 
 MEDIUM_BTRFS: Final = 0
 MEDIUM_MEMORY: Final = 1

@@ -18,6 +18,7 @@ from dsec.guard import policy
 from dsec.guard.bpf import ALLOW, ARCH, ERRNO, JEQ, JGE, JSET, NR, Program, arg, tree
 
 ARCHITECTURES = {"x86_64": (0xC000003E, pyseccomp.Arch.X86_64), "aarch64": (0xC00000B7, pyseccomp.Arch.AARCH64)}
+ZYGOTE = frozenset(("setns",))  # what a zygote may beside a sandbox's commands: send its child into a call's namespaces
 JUDGED = ("clone", "clone3", "personality", "socket", "socketpair", "mknod", "mknodat", "ioctl", "fcntl", "prctl")
 
 
@@ -35,8 +36,8 @@ def number(name: str, machine: str) -> int | None:
     return found if found >= 0 else None
 
 
-def program(machine: str | None = None) -> bytes:
-    """The filter for an architecture (default: this machine's)."""
+def program(machine: str | None = None, allowed: frozenset[str] = frozenset()) -> bytes:
+    """The filter for an architecture (default: this machine's). `allowed`: calls that pass although a sandbox's commands may not."""
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise PolicyError(f"no seccomp policy for {machine}; there is one for {', '.join(ARCHITECTURES)}")
@@ -47,7 +48,7 @@ def program(machine: str | None = None) -> bytes:
             if found is not None:
                 if found in targets:
                     raise PolicyError(f"system call {name} is in two lists")
-                targets[found] = label or name
+                targets[found] = "allow" if name in allowed else label or name
     made = Program()
     made.load(ARCH)
     made.jump(JEQ, ARCHITECTURES[machine][0], None, "enosys")  # 32-bit calls on a 64-bit kernel
@@ -132,10 +133,10 @@ def _one_of(made: Program, values: tuple[int, ...], otherwise: str) -> None:
     made.jump(JEQ, values[-1], "allow", otherwise)
 
 
-def build(path: str | os.PathLike[str], machine: str | None = None) -> Path:
+def build(path: str | os.PathLike[str], machine: str | None = None, allowed: frozenset[str] = frozenset()) -> Path:
     """Write the filter where the supervisor reads it; a file with the same bytes is left alone. Returns the path."""
     target = Path(path)
-    data = program(machine)
+    data = program(machine, allowed)
     if not (target.exists() and target.read_bytes() == data):
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(f".{target.name}.{os.getpid()}")

@@ -21,7 +21,8 @@ __all__ = [
 CAPABILITIES = (
     "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "network_rules",
     "egress_hosts", "cpu_class", "core_scheduling", "pause_memory", "pause_disk", "fork", "fork_memory", "snapshot", "rollback",
-    "hibernate", "hibernate_memory", "pack_diff", "gpu", "desktop", "nested_containers", "privileged", "trusted_supervisor",
+    "hibernate", "hibernate_memory", "pack_diff", "gpu", "desktop", "nested_containers", "privileged", "trusted_supervisor", "own_kernel",
+    "batch", "limits", "verdicts", "call_isolation",
 )  # fmt: skip
 
 
@@ -96,6 +97,7 @@ class StartSpec:
     state_dir: str
     own_pids: bool = False  # commands of another sandbox will be restored in it
     turn: int = 0  # how often it was made again; then its writable layer is the one that it has
+    worker: bool = False  # it serves function calls instead of commands
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class Container:
     name = "container"
     capabilities: Mapping[str, bool] = capabilities(
         "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "cpu_class",
-        "pause_memory", "fork", "snapshot", "rollback", "hibernate", "pack_diff", "trusted_supervisor",
+        "pause_memory", "fork", "snapshot", "rollback", "hibernate", "pack_diff", "trusted_supervisor", "limits",
     )  # fmt: skip
 
     def __init__(
@@ -191,6 +191,7 @@ class Container:
         config = self._config
         filter_path = config.seccomp or seccomp.build(config.run_dir / "seccomp.bpf")
         arguments = ["--run", str(config.run_dir), "--state", str(config.state_dir), "--cgroup", self.cgroup, "--seccomp", str(filter_path)]
+        arguments += ["--zygote-seccomp", str(seccomp.build(config.run_dir / "zygote.bpf", allowed=seccomp.ZYGOTE))]
         arguments += ["--fill-ms", str(round(config.fill_deadline * 1000)), "--fill-by", config.fill_by]
         if config.criu is not None:
             arguments += ["--criu", str(config.criu)]
@@ -270,6 +271,8 @@ class Container:
             parts.append(wire.u64(wire.T_OWN_PIDS, 1))
         if spec.turn:
             parts.append(wire.u64(wire.T_TURN, spec.turn))
+        if spec.worker:
+            parts.append(wire.u64(wire.T_FN_WORKER, 1))
         if spec.env:
             parts.append(env_fields(spec.env))
         return b"".join(parts)
