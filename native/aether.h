@@ -65,7 +65,7 @@ void event(const char *name, const char *command, const char *message);
 void event_bytes(const char *name, const char *message, uint64_t bytes);
 void idle_again(void);                               // it may be idle from now on
 uint64_t idle_for(void);                             // since when nobody wants anything of it, ns
-void sandbox_leave(int flag, struct conn *asker, uint32_t request) __attribute__((noreturn)); // flag: R_ROLLED_BACK or R_HIBERNATED
+void sandbox_leave(int flag, struct conn *asker, uint32_t request); // flag: R_ROLLED_BACK or R_HIBERNATED; returns only with an error sent
 void sandbox_end(const char *cause, const char *detail, struct conn *asker, uint32_t request) __attribute__((noreturn));
 
 // conn.c -----------------------------------------------------------------------------------------------------------------------------

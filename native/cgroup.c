@@ -12,6 +12,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "machine.h"
 #include "util.h"
 
 #define SOCKETS_LEAST (8u << 20)         // bytes that the sockets of a small sandbox may hold
@@ -313,6 +314,7 @@ int cgroup_pids_full(struct sandbox *s, int starting) {
 
 uint64_t sandbox_oom_kills(struct sandbox *s) {
   uint64_t n = 0;
+  if (s->channel > 0) return machine_known()->oom_kills;
   if (s->box->v1[CG_MEMORY] >= 0) read_key(s->box->v1[CG_MEMORY], "memory.oom_control", "oom_kill", &n);
   else read_key(s->cgroup_fd, "memory.events", "oom_kill", &n);
   return n;
@@ -320,6 +322,7 @@ uint64_t sandbox_oom_kills(struct sandbox *s) {
 
 uint64_t sandbox_pids_hits(struct sandbox *s) {
   uint64_t n = 0;
+  if (s->channel > 0) return machine_known()->pids_hits;
   read_key(s->box->v1[CG_PIDS] >= 0 ? s->box->v1[CG_PIDS] : s->cgroup_fd, "pids.events", "max", &n);
   return n;
 }

@@ -1,5 +1,6 @@
 // Commands: from the process's start to the exit record. The record appears only when the output before it can be read.
 #include "aether.h"
+#include "machine.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -113,6 +114,7 @@ int command_group(const struct command *cmd, char name[ID_SIZE + 4]) {
 
 int command_pid(const struct command *cmd) {
   char path[40], text[2048];
+  if (A.s->channel > 0 && cmd->pid > 0 && cmd->state == C_RUNNING) return machine_pid(cmd->pid);
   if (cmd->pid <= 0 || cmd->state != C_RUNNING || exec_starting(cmd)) return (int)cmd->rec.pid;
   snprintf(path, sizeof path, "/proc/%d/status", cmd->pid);
   int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -208,6 +210,13 @@ static void on_process(struct source *src, uint32_t events) {
   struct command *cmd = OWNER(src, struct command, process);
   siginfo_t info = {0};
   struct rusage u = {0};
+  if (A.s->channel > 0) {
+    struct ending e;
+    if (!machine_ended(src->fd, &e)) return;
+    loop_close(src);
+    command_status(cmd, e.code, e.status, e.cpu_ns, e.peak);
+    return;
+  }
   if (syscall(SYS_waitid, P_PIDFD, src->fd, &info, WEXITED | WNOHANG, &u)) {
     if (errno == EINTR) return;
     cmd->verdict = END_LOST;           // nobody else reaps our children; if it happens we say that we do not know
@@ -373,6 +382,7 @@ uint64_t commands_tick(void) {
       if (cmd->deadline < next) next = cmd->deadline;
     }
     if (cmd->stop & X_STOP_AT_DISK && !cmd->verdict) {
+      if (disk < 0 && A.s->channel > 0) machine_look();  // for the next time
       if (disk < 0) disk = sandbox_disk_full(A.s) > 0;
       if (disk) { cmd->disk_seen = 1; command_kill(cmd, END_DISK_FULL); }
       if (A.now + DISK_LOOK_NS < next) next = A.now + DISK_LOOK_NS;

@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <termios.h>
 #include <unistd.h>
+#include "machine.h"
 #include "node.h"
 #include "start.h"
 #include "util.h"
@@ -289,6 +290,7 @@ static void __attribute__((noreturn)) first(struct sandbox *s, const struct entr
 int sandbox_enter(struct sandbox *s, const struct entry *x, struct start *st, struct fault *f) {
   int status;
   *f = (struct fault){0};
+  if (s->channel > 0) return machine_enter(s, x, st, f);
   starts_reap();
   if (!x->run && !x->shell_text && (!x->argv || !x->argv[0])) return fault_set(f, "invalid_request", 0, "there is no program to run");
   if (!x->light && cgroup_pids_full(s, starts_under_way()))

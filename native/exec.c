@@ -94,7 +94,7 @@ static int start(struct command *cmd, struct request *r, struct fault *f) {
   struct entry entry = {
     .argv = r->shell ? NULL : r->argv, .env = r->envc ? r->env : NULL, .shell_text = r->shell, .cwd = r->cwd, .user = r->user,
     .in = cmd->pty ? e.out[1] : e.in[0], .out = e.out[1], .err = e.err[1] >= 0 ? e.err[1] : e.out[1], .tty = cmd->pty,
-    .ctl = -1, .cgroup_fd = group, .keep = -1,
+    .ctl = -1, .cgroup_fd = group, .group = name, .keep = -1,
   };
   command_begin(cmd);
   if (sandbox_enter(A.s, &entry, &cmd->start, f)) goto out;

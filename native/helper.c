@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <signal.h>
 #include <unistd.h>
+#include "machine.h"
 
 #define LIFE_NS (600000 * MS)          // of an operation that names no limit of its own
 
@@ -16,7 +17,7 @@ static struct helper *helpers;
 static void on_helper(struct source *src, uint32_t events) {
   (void)events;
   struct helper *h = OWNER(src, struct helper, src);
-  while (waitpid(h->pid, NULL, 0) < 0 && errno == EINTR) {}
+  if (A.s->channel <= 0) while (waitpid(h->pid, NULL, 0) < 0 && errno == EINTR) {}
   loop_close(src);
   for (struct helper **p = &helpers; *p; p = &(*p)->next)
     if (*p == h) { *p = h->next; break; }
@@ -50,8 +51,9 @@ void helper_start(struct conn *c, uint32_t request, const uint8_t *payload, size
   struct fault f = {.code = "internal"};
   int pidfd = -1;
   refresh();
-  if (set_blocking(c->src.fd, 1)) { free(h); conn_close(c); return; }
-  h->pid = sandbox_enter_now(A.s, &entry, &pidfd, &f);
+  if (A.s->channel > 0) h->pid = machine_file(c->src.fd, request, payload, size, &pidfd, &f);
+  else if (set_blocking(c->src.fd, 1)) { free(h); conn_close(c); return; }
+  else h->pid = sandbox_enter_now(A.s, &entry, &pidfd, &f);
   if (h->pid < 0) {
     free(h);
     set_blocking(c->src.fd, 0);
@@ -73,7 +75,8 @@ uint64_t helpers_tick(void) {
   uint64_t next = NEVER;
   for (struct helper *h = helpers; h; h = h->next) {
     if (A.now >= h->deadline) {        // its end closes the connection: a lost stream, never a result
-      kill(h->pid, SIGKILL);
+      if (A.s->channel > 0) machine_kill(h->pid);
+      else kill(h->pid, SIGKILL);
       h->deadline = A.now + 1000 * MS;
     }
     if (h->deadline < next) next = h->deadline;
@@ -82,8 +85,8 @@ uint64_t helpers_tick(void) {
 }
 
 void helpers_end(void) {
-  for (struct helper *h = helpers; h; h = h->next) kill(h->pid, SIGKILL);
-  for (struct helper *h = helpers; h; h = h->next) {
+  for (struct helper *h = helpers; h && A.s->channel <= 0; h = h->next) kill(h->pid, SIGKILL);
+  for (struct helper *h = helpers; h && A.s->channel <= 0; h = h->next) {
     loop_close(&h->src);
     while (waitpid(h->pid, NULL, 0) < 0 && errno == EINTR) {}
   }

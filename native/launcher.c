@@ -123,8 +123,14 @@ static void default_signals(void) {
   for (int n = 1; n <= 64; n++) syscall(SYS_rt_sigaction, n, &none, NULL, sizeof none.mask);
 }
 
+static struct sock_filter usual[FILTER_MAX];
+
+int node_programs(const char *filter, struct fault *f) {
+  return null_streams(f) || embedded("init", init_start, init_end, 0111, &node.init_fd, f) || read_filter(filter, &node.filter, usual, f) || cgroup_open(f) ? -1 : 0;
+}
+
 static int prepare(const char *filter, const char *zygote, const char *criu, pid_t join, const pid_t *cores, char **argv, struct fault *f) {
-  static struct sock_filter usual[FILTER_MAX], warm[FILTER_MAX];
+  static struct sock_filter warm[FILTER_MAX];
   struct rlimit files;
   if (run_sealed(argv, f) || prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)) return fault_host(f, errno, "become undumpable");
   prctl(PR_SET_NAME, "aether", 0, 0, 0);
@@ -132,7 +138,7 @@ static int prepare(const char *filter, const char *zygote, const char *criu, pid
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
   }
-  if (null_streams(f) || embedded("init", init_start, init_end, 0111, &node.init_fd, f) || read_filter(filter, &node.filter, usual, f) || cgroup_open(f)) return -1;
+  if (node_programs(filter, f)) return -1;
   if (zygote && read_filter(zygote, &node.zygote, warm, f)) return -1;
   struct fault none = {0};             // which is no reason to have no sandboxes
   if (criu && take_criu(criu, &none)) {
@@ -256,6 +262,19 @@ static int put(struct fault *f) {
   return medium_put(c, f);
 }
 
+// For a microVM, whose disk is an image in it that has to be there before its supervisor.
+static int make_volume(struct fault *f) {
+  struct spec *c = &order.spec;
+  static struct box box;
+  struct sandbox s = {.spec = *c, .box = &box};
+  if (spec_check(c, node.cgroup, 0, f)) return -1;
+  if (c->volume && !snapshot_named(c->volume)) return fault_set(f, "invalid_request", 0, "MAKE_VOLUME: %.70s is not the name of a snapshot", c->volume);
+  s.spec.disk_bytes = c->disk_bytes;
+  if (!medium_make(&s, f)) return 0;
+  if (!c->turn) medium_forget(c->id);
+  return -1;
+}
+
 static void serve(const struct frame *h, size_t size) {
   struct fault f = {0};
   int userns = -1, bad = order_read(&order, h, request + sizeof *h, size, &f);
@@ -263,13 +282,14 @@ static void serve(const struct frame *h, size_t size) {
     bad = spec_check(&order.spec, node.cgroup, 1, &f) || core_hold((int)order.spec.cpu_class, 0, &f) || (order.spec.userns && (userns = userns_get(order.spec.uid_base, &f)) < 0);
   // (un)mounting what FUSE serves waits for the loader, which only this process brings back when it dies
   int waits = loader_by_fuse() && ((h->type == F_MOUNT_LAYER && order.fill) || h->type == F_UMOUNT_LAYER);
-  if (!bad && (h->type == F_CREATE || h->type == F_REAP || h->type == F_PUT_SNAPSHOT || waits)) {
+  if (!bad && (h->type == F_CREATE || h->type == F_REAP || h->type == F_PUT_SNAPSHOT || h->type == F_MAKE_VOLUME || waits)) {
     pid_t pid = begin(h->request, &f);
     if (pid > 0) return;               // the child answers
     if (!pid && h->type == F_CREATE) create(h->request, userns, &f);
     if (!pid) {
       if (h->type == F_REAP) bad = spec_check(&order.spec, node.cgroup, 0, &f) || reap(&order.spec, &f);
       else if (h->type == F_PUT_SNAPSHOT) bad = put(&f);
+      else if (h->type == F_MAKE_VOLUME) bad = make_volume(&f);
       else bad = h->type == F_UMOUNT_LAYER ? layer_umount(order.name, &f) : layer_mount(order.name, order.path, order.data, order.fill, &f);
       answer(bad ? F_ERROR : F_OK, h->request, &f);
       answered();

@@ -10,7 +10,9 @@ int launcher_main(int argc, char **argv);
 struct order {
   struct spec spec;
   const char *name, *path, *data;
-  uint64_t bytes;
+  uint64_t bytes, time_ns;             // time_ns, seed: to a guest
+  const uint8_t *seed;
+  size_t seed_size;
   int fill, nkeep;
   const char *keep[16384];             // T_ID of MOUNT_MEDIUM: volumes to leave alone; last, because it is long
 };

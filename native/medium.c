@@ -213,12 +213,9 @@ static int take_up(const char *id, struct fault *f) {
   return there(id) ? 0 : fault_set(f, "volume_not_found", 0, "the writable layer of %s is not on the medium any more", id);
 }
 
-int medium_make(struct sandbox *s, struct fault *f) {
+int medium_take(struct sandbox *s, struct fault *f) {
   const char *id = s->spec.id;
   struct box *b = s->box;
-  if (node.medium < 0) return fault_set(f, "internal", 0, "the node's writable medium is not mounted");
-  if (s->spec.turn ? take_up(id, f) : s->spec.volume ? medium_copy(s->spec.volume, id, f) : vol(node.medium, BTRFS_IOC_SUBVOL_CREATE, id) ? fault_host(f, errno, "make the writable layer of %s", id) : 0)
-    return -1;
   if ((b->volume = openat(node.medium, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the writable layer of %s", id);
   struct btrfs_ioctl_ino_lookup_args where = {.objectid = BTRFS_FIRST_FREE_OBJECTID};
   if (ioctl(b->volume, BTRFS_IOC_INO_LOOKUP, &where)) return fault_host(f, errno, "find the writable layer of %s", id);
@@ -226,6 +223,14 @@ int medium_make(struct sandbox *s, struct fault *f) {
   if (!s->spec.disk_bytes) return 0;
   struct btrfs_ioctl_qgroup_limit_args l = {.qgroupid = where.treeid, .lim = {.flags = BTRFS_QGROUP_LIMIT_MAX_RFER, .max_rfer = s->spec.disk_bytes}};
   return ioctl(b->volume, BTRFS_IOC_QGROUP_LIMIT, &l) ? fault_host(f, errno, "limit the writable layer of %s", id) : 0;
+}
+
+int medium_make(struct sandbox *s, struct fault *f) {
+  const char *id = s->spec.id;
+  if (node.medium < 0) return fault_set(f, "internal", 0, "the node's writable medium is not mounted");
+  if (s->spec.turn ? take_up(id, f) : s->spec.volume ? medium_copy(s->spec.volume, id, f) : vol(node.medium, BTRFS_IOC_SUBVOL_CREATE, id) ? fault_host(f, errno, "make the writable layer of %s", id) : 0)
+    return -1;
+  return medium_take(s, f);
 }
 
 int medium_remove(const char *id) {

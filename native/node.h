@@ -56,7 +56,7 @@ struct box {
 int cgroup_open(struct fault *f);                                     // fills node.v1 and node.v2
 int cgroup_make(struct sandbox *s, struct fault *f);                  // the v2 group, into which PID 1 is born
 int cgroup_limit(struct sandbox *s, struct fault *f);                 // the v1 groups, and all limits
-int cgroup_bound(struct sandbox *s, struct fault *f);                 // its limits alone, for groups that were made without
+int cgroup_bound(struct sandbox *s, struct fault *f);                 // its limits alone, for groups that were made without, or whose are others now
 int cgroup_join(const struct spec *spec, struct fault *f);            // from a process that has only the node's descriptors
 void class_supervise(const struct spec *spec);                        // this process serves a sandbox of that class
 int class_take(const struct spec *spec, struct fault *f);             // this process is one of the sandbox: how it takes its turn
@@ -77,6 +77,7 @@ int core_take(int class, struct fault *f);                            // this pr
 int medium_mount(const char *path, uint64_t bytes, const char *mkfs, const char **keep, int nkeep, struct fault *f);
 int medium_open(void);                                                // what an earlier launcher mounted; 0 or -1
 int medium_make(struct sandbox *s, struct fault *f);                  // the sandbox's subvolume, limited
+int medium_take(struct sandbox *s, struct fault *f);                  // the one that was made for it
 int medium_put(const struct spec *c, struct fault *f);                // <id>.next: what it begins with when it is made again
 int medium_rest(struct sandbox *s);                                   // its layer is on the disk, and nothing is beside it
 int medium_forget(const char *id);                                    // all volumes of a sandbox
@@ -92,6 +93,9 @@ int loop_find(int file, char *name, size_t cap);                      // 1: a lo
 int layer_mount(const char *name, const char *path, const char *data, int fill, struct fault *f); // data: of a split image; fill: on demand
 int layer_umount(const char *name, struct fault *f);
 int layer_mounted(const char *name);
+
+// launcher.c
+int node_programs(const char *filter, struct fault *f);               // streams, PID 1, the filter of commands, cgroups
 
 // root.c: the node's mount namespace
 int root_make(struct fault *f);

@@ -63,6 +63,12 @@ static int one(struct order *o, uint8_t type, const struct item *i) {
     case T_IDLE_NS: return field_u64(i, &c->idle_ns);
     case T_AUTO_PAUSE_NS: return field_u64(i, &c->auto_pause_ns);
     case T_RECLAIM_NS: return field_u64(i, &c->reclaim_ns);
+    case T_CHANNEL: return text(i, &c->channel);
+    case T_VMM: return number32(i, (uint32_t *)&c->vmm);
+    case T_VMM_BYTES: return field_u64(i, &c->vmm_bytes);
+    case T_BOOT_S: return field_u64(i, &c->boot_s);
+    case T_TIME_NS: return field_u64(i, &o->time_ns);
+    case T_SEED: o->seed = i->p; o->seed_size = i->size; return 0;
     default: return -1;
   }
 }
@@ -102,6 +108,8 @@ int spec_check(struct spec *c, const char *cgroup, int creating, struct fault *f
   if (!own(c->run_dir, c->id)) return fault_set(f, "invalid_request", 0, "RUN_DIR %.80s does not end in /%s", c->run_dir ? c->run_dir : "", c->id);
   if (c->cpu_class >= CPU_CLASSES) return fault_set(f, "invalid_request", 0, "there is no CPU class %u", c->cpu_class);
   if (!creating) return 0;
+  if (c->channel && (!c->vmm || !c->vmm_bytes || !c->boot_s || c->medium != MEDIUM_BTRFS || c->own_pids))
+    return fault_set(f, "invalid_request", 0, "CHANNEL needs VMM, VMM_BYTES and BOOT_S, and excludes MEDIUM and OWN_PIDS");
   if (!own(c->state_dir, c->id)) return fault_set(f, "invalid_request", 0, "STATE_DIR %.80s does not end in /%s", c->state_dir ? c->state_dir : "", c->id);
   if (c->volume && (c->turn || !snapshot_named(c->volume) || c->medium != MEDIUM_BTRFS)) return fault_set(f, "invalid_request", 0, "%.70s is not the name of a snapshot", c->volume);
   if (!c->nlayers) return fault_set(f, "layer_not_found", 0, "a sandbox needs at least one layer");

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include "machine.h"
 #include "util.h"
 
 #define FREEZE_NS (10000 * MS)         // a process in an uninterruptible wait keeps its group from freezing
@@ -26,8 +27,13 @@ static void answer(const char *code, const char *text) {
 }
 
 static int freeze(const char *reason) {
+  struct fault f = {0};
   if (A.paused) return 0;
-  if (write_at(A.s->cgroup_fd, "cgroup.freeze", "1")) return -1;
+  if (A.s->channel > 0 && machine_freeze(&f)) return -1; // what a guest has not written nobody else has: a snapshot may be wanted of a paused one
+  if (write_at(A.s->cgroup_fd, "cgroup.freeze", "1")) {
+    if (A.s->channel > 0) machine_thaw();
+    return -1;
+  }
   A.paused = A.now;
   give_up = A.now + FREEZE_NS;
   why = reason;
@@ -66,6 +72,7 @@ void pause_end(void) {
   reclaim_stop();
   commands_shift(A.now - A.paused);
   A.paused = give_up = 0;
+  if (A.s->channel > 0) machine_thaw();
   answer("unavailable", "it was resumed before it stood still");
   if (strcmp(why, REASON_PRESSURE)) reclaim_bring();
   event("resumed", NULL, NULL);

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include "machine.h"
 #include "util.h"
 
 static const char *argv_space[MAX_ARGS + 1], *env_space[MAX_ENV + 1];
@@ -253,6 +254,7 @@ static void signal_command(struct conn *c, struct request *r, struct command *cm
   else {
     if (cmd->session) session_signal(cmd, (int)r->signal);
     else if (r->scope == SCOPE_TREE) { if (command_group(cmd, group)) group_signal(group, (int)r->signal, NULL, 0); }
+    else if (A.s->channel > 0) machine_signal(cmd->pid, (int)r->signal);
     else if (kill(cmd->pid, (int)r->signal)) {           // our own child, not reaped yet: its pid is its own
       conn_error(c, r->id, "internal", errno, "signal %llu to command %s: %s", (unsigned long long)r->signal, r->command, strerror(errno));
       return;
@@ -267,7 +269,10 @@ static void resize_terminal(struct conn *c, struct request *r, struct command *c
     conn_error(c, r->id, "invalid_request", 0, "RESIZE: 1 to 65535 rows and columns");
   else if (cmd->state == C_ENDED || !cmd->chan[0]) conn_error(c, r->id, "command_ended", 0, "command %s has ended", r->command);
   else if (!cmd->pty) conn_error(c, r->id, "invalid_request", 0, "command %s has no terminal", r->command);
-  else if (ioctl(cmd->chan[0]->src.fd, TIOCSWINSZ, &w)) conn_error(c, r->id, "internal", errno, "RESIZE: %s", strerror(errno));
+  else if (A.s->channel > 0) {
+    machine_resize(cmd->pid, (int)r->rows, (int)r->cols);
+    conn_ok(c, r->id);
+  } else if (ioctl(cmd->chan[0]->src.fd, TIOCSWINSZ, &w)) conn_error(c, r->id, "internal", errno, "RESIZE: %s", strerror(errno));
   else conn_ok(c, r->id);
 }
 

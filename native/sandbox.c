@@ -13,6 +13,7 @@
 #include <sys/wait.h>
 #include <termios.h>
 #include <unistd.h>
+#include "machine.h"
 #include "node.h"
 #include "util.h"
 #include "wire.h"
@@ -64,11 +65,20 @@ static int identify(const char *path, struct file_id *id, int *executable) {
   return lack ? -1 : 0;
 }
 
+// What was asked of it that its files decide.
+static int fits(struct sandbox *s, struct fault *f) {
+  struct account a;
+  int dir = open_inside(box.root, s->spec.workdir, O_PATH | O_DIRECTORY);
+  if (dir < 0 && errno_lack(errno)) return fault_host(f, errno, "open the working directory of %s", s->spec.id);
+  if (dir < 0) return fault_set(f, "cwd_not_found", errno, "the working directory %.120s", s->spec.workdir);
+  close_fd(&dir);
+  return account_find(box.root, s->spec.user, s->userns_fd >= 0, &a, f) ? -1 : 0;
+}
+
 // What the new root must have, looked at from outside.
 static int inspect_root(struct sandbox *s, struct fault *f) {
   char path[64];
   struct stat st;
-  struct account a;
   int unused;
   snprintf(path, sizeof path, "/proc/%d/root", s->init);
   if ((box.root = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0) return fault_host(f, errno, "open the root of %s", s->spec.id);
@@ -76,12 +86,8 @@ static int inspect_root(struct sandbox *s, struct fault *f) {
   if (box.null < 0 || fstat(box.null, &st) || !S_ISCHR(st.st_mode) || st.st_rdev != makedev(1, 3))
     return fault_host(f, errno, "open /dev/null of %s", s->spec.id);
   if ((s->devpts_fd = open_inside(box.root, "dev/pts", O_RDONLY | O_DIRECTORY)) < 0) return fault_host(f, errno, "open /dev/pts of %s", s->spec.id);
-  int dir = open_inside(box.root, s->spec.workdir, O_PATH | O_DIRECTORY);
-  if (dir < 0 && errno_lack(errno)) return fault_host(f, errno, "open the working directory of %s", s->spec.id);
-  if (dir < 0 && !s->spec.turn) return fault_set(f, "cwd_not_found", errno, "the working directory %.120s", s->spec.workdir);
-  close_fd(&dir);
   // what it did to its own files while it ran is for its next command to say
-  if (!s->spec.turn && account_find(box.root, s->spec.user, s->userns_fd >= 0, &a, f)) return -1;
+  if (!s->spec.turn && fits(s, f)) return -1;
   return identify("bin/sh", &s->shell, &s->has_shell) || identify("bin/bash", &s->bash, &unused) ? fault_host(f, errno, "look at the shell of %s", s->spec.id) : 0;
 }
 
@@ -146,20 +152,30 @@ int sandbox_create(struct sandbox *s, const struct spec *spec, int userns, struc
   for (int i = 0; i < CG_COUNT; i++) box.v1[i] = box.join[i] = -1;
   if (!s->spec.userns) s->spec.uid_base = 0;
   s->spec.keep = s->spec.turn > 0;     // until it runs
-  for (int i = 0; i < spec->nlayers; i++)
+  for (int i = 0; i < spec->nlayers && !spec->channel; i++)
     if (!layer_mounted(spec->layers[i])) return fault_set(f, "layer_not_found", 0, "layer %.100s is not mounted on this node", spec->layers[i]);
   // an id that is in use must not be undone
   char path[4200];
   snprintf(path, sizeof path, "%s/aether.sock", spec->run_dir);
   if (path_exists(path)) return fault_set(f, "internal", EEXIST, "the sandbox id %s is in use: %s", spec->id, path);
-  if (listen_first(s, f) || cgroup_make(s, f) || (spec->medium == MEDIUM_BTRFS && medium_make(s, f)) ||
-      start_init(s, f))
-    goto undo;
+  if (listen_first(s, f) || cgroup_make(s, f)) goto undo;
+  if (spec->channel ? medium_take(s, f) || machine_start(s, f) : (spec->medium == MEDIUM_BTRFS && medium_make(s, f)) || start_init(s, f)) goto undo;
   return 0;
 undo:
   sandbox_kill(s);
   sandbox_remove(s);
   return -1;
+}
+
+int sandbox_adopt(struct sandbox *s, const struct spec *spec, struct fault *f) {
+  struct spec now = s->spec;
+  now.user = spec->user;
+  now.workdir = spec->workdir;
+  now.pids = spec->pids;
+  now.cpu_milli = spec->cpu_milli;
+  now.nofile = spec->nofile;
+  s->spec = now;
+  return fits(s, f) || cgroup_bound(s, f) || sandbox_rename(s, spec->hostname, f) ? -1 : 0;
 }
 
 static int overwrite(int etc, const char *name, const char *text, int n, struct fault *f) {
@@ -176,6 +192,11 @@ static int overwrite(int etc, const char *name, const char *text, int n, struct 
 int sandbox_rename(struct sandbox *s, const char *hostname, struct fault *f) {
   char text[512];
   if (hostname_check(hostname, f)) return -1;
+  if (s->channel > 0) {
+    if (machine_rename(hostname, f)) return -1;
+    s->spec.hostname = hostname;
+    return 0;
+  }
   int own = open("/proc/self/ns/uts", O_RDONLY | O_CLOEXEC);
   if (own < 0 || setns(s->init_fd, CLONE_NEWUTS)) {
     fault_host(f, errno, "enter the host name's namespace of %s", s->spec.id);
@@ -228,6 +249,7 @@ void sandbox_remove(struct sandbox *s) {
     close_fd(&box.v1[i]);
   }
   close_fd(&s->listen_fd);
+  if (s->channel > 0) close_fd(&s->channel);
   sandbox_sweep(&spec, &ignored);
 }
 
@@ -239,6 +261,7 @@ void sandbox_rest(struct sandbox *s) {
 void sandbox_usage(struct sandbox *s, struct usage *u) {
   int full;
   *u = (struct usage){0};
+  if (s->channel > 0) { machine_usage(u); return; }
   cgroup_usage(s, u);
   medium_usage(s, &u->disk, &full);
 }
@@ -246,6 +269,7 @@ void sandbox_usage(struct sandbox *s, struct usage *u) {
 int sandbox_disk_full(struct sandbox *s) {
   uint64_t used;
   int full;
+  if (s->channel > 0) return machine_disk_full();
   medium_usage(s, &used, &full);
   return full;
 }
@@ -257,6 +281,7 @@ static int same_file(const struct file_id *a, const struct file_id *b) {
 int sandbox_shell_replaced(struct sandbox *s) {
   struct file_id id;
   int executable;
+  if (s->channel > 0) return machine_shell_replaced();
   if (identify("bin/sh", &id, &executable)) return 0;
   if (!same_file(&id, &s->shell) || executable != s->has_shell) return 1;
   if (identify("bin/bash", &id, &executable)) return 0;
@@ -265,6 +290,7 @@ int sandbox_shell_replaced(struct sandbox *s) {
 
 int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault *f) {
   *f = (struct fault){0};
+  if (s->channel > 0) return machine_terminal(rows, cols, slave, f);
   struct winsize size = {.ws_row = (unsigned short)rows, .ws_col = (unsigned short)cols};
   int unlock = 0, master = openat(s->devpts_fd, "ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC);
   *slave = -1;

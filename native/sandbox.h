@@ -26,6 +26,9 @@ struct spec {                          // decoded CREATE; strings point into the
   uint64_t turn;                       // how often it was made again, on the layer that it had; 0: it is new
   int keep;                            // its writable layer stays when everything else of it is removed
   int worker;                          // it serves function calls (fncall.h) instead of commands
+  const char *channel;                 // a microVM: the socket of its guest's port, NULL: a container
+  pid_t vmm;                           // the process that runs the guest
+  uint64_t vmm_bytes, boot_s;          // memory limit of that; seconds until its guest must have answered
 };
 
 struct file_id { uint64_t dev, ino, size, ctime_ns; }; // overlayfs keeps the inode number over a copy-up: the change time tells
@@ -41,6 +44,7 @@ struct sandbox {
   int own_net;                         // its network namespace is not its supervisor's
   int has_shell;                       // /bin/sh was executable when it was made
   struct file_id shell, bash;          // /bin/sh and /bin/bash as they were then; ino 0: absent
+  int channel;                         // to the guest's hand (machine.h), 0: it is a container
   struct box *box;                     // what only sandbox.c and enter.c need
 };
 
@@ -72,6 +76,7 @@ struct entry {
   int ctl;                                  // >= 0: becomes descriptor ctl_as (session control pipe)
   int ctl_as;
   int cgroup_fd;                            // v2 group of its own (command), or the sandbox's
+  const char *group;                        // the name of the former, for a guest
   int light;                                // file helpers: join only the memory and v2 groups
   void (*run)(void *arg); void *arg;
   int zygote;                               // it may join namespaces that the sandbox's user namespace owns, and nothing else of that kind
@@ -100,6 +105,7 @@ int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault 
 int sandbox_shell_replaced(struct sandbox *s); // /bin/sh or /bin/bash is no longer the file it was at the start
 
 int sandbox_rename(struct sandbox *s, const char *hostname, struct fault *f); // one that nobody has used
+int sandbox_adopt(struct sandbox *s, const struct spec *spec, struct fault *f); // the same, with user, directory, limits of processes and CPU
 
 // fncall.c: a worker's life after READY; never returns
 void fncall_main(struct sandbox *s) __attribute__((noreturn));

@@ -12,6 +12,7 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include "machine.h"
 #include "node.h"
 #include "util.h"
 
@@ -69,6 +70,7 @@ static void on_report(struct source *src, uint32_t events) {
   struct fault f;
   if (read(src->fd, &f, sizeof f) != sizeof f) f = (struct fault){.code = "internal", .message = "the process that took the snapshot died"};
   if (!A.paused) freeze(0);            // it may have been killed before it did
+  if (!A.paused && A.s->channel > 0) machine_thaw();
   loop_close(src);
   while (waitpid(n->pid, NULL, 0) < 0 && errno == EINTR) {}
   n->pid = 0;
@@ -82,6 +84,12 @@ static void on_report(struct source *src, uint32_t events) {
 static void begin(struct snapshot *n) {
   int report[2] = {-1, -1};
   pid_t self = getpid();
+  struct fault f = {0};
+  if (A.s->channel > 0 && machine_freeze(&f)) {
+    if (n->conn) conn_error(n->conn, n->request, f.code, f.err, "%s", f.message);
+    drop(n);
+    return;
+  }
   if (!shared && (shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) == MAP_FAILED) shared = NULL;
   if (shared) {
     atomic_store(&shared->paused, A.paused != 0);
@@ -91,6 +99,7 @@ static void begin(struct snapshot *n) {
     close_fd(&report[0]);
     close_fd(&report[1]);
     n->pid = 0;
+    if (!A.paused && A.s->channel > 0) machine_thaw();
     if (n->conn) conn_error(n->conn, n->request, "resource_exhausted", errno, "start a process for a snapshot of sandbox %s", A.s->spec.id);
     drop(n);
     return;
@@ -110,6 +119,7 @@ static int named(const char *name) {
 void snapshot_start(struct conn *c, struct request *r) {
   if (!named(r->name)) { conn_error(c, r->id, "invalid_request", 0, "SNAPSHOT: a name snap-SUFFIX or %s.SUFFIX is needed", A.s->spec.id); return; }
   if (A.s->spec.medium != MEDIUM_BTRFS) { conn_error(c, r->id, "unsupported", 0, "a sandbox whose disk is memory has no snapshots"); return; }
+  if (r->path && A.s->channel > 0) { conn_error(c, r->id, "unsupported", 0, "the memory of a microVM is not copied by its supervisor"); return; }
   if (r->path && node.criu < 0) { conn_error(c, r->id, "unsupported", 0, "this node has no criu: the memory of a sandbox cannot be copied"); return; }
   struct snapshot *n = calloc(1, sizeof *n), **end = &snapshots;
   if (!n || (r->path && !(n->memory = strdup(r->path)))) {

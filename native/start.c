@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include "machine.h"
 #include "start.h"
 #include "util.h"
 
@@ -110,6 +111,7 @@ void start_cancel(struct start *st) {
 }
 
 void start_abandon(struct start *st) {
+  if (st->slot == MACHINE_SLOT) { machine_abandon(st); return; }
   sys_pidfd_kill(st->pidfd, SIGKILL);
   close_fd(&st->pidfd);
   leave(st->pid, st->slot, 0);
@@ -118,6 +120,7 @@ void start_abandon(struct start *st) {
 // The last step before exec is taken in sight of the sandbox's users, who can stop the process there.
 int start_look(struct start *st, struct fault *f) {
   siginfo_t info = {0};
+  if (st->slot == MACHINE_SLOT) return 0;                // the hand looks
   pid_t second = *start_second(st);
   if (second <= 0 || waitid(P_PID, (id_t)second, &info, WSTOPPED | WNOHANG) || !info.si_pid) return 0;
   if (++st->stops <= STOPS_MAX && !kill(second, SIGCONT)) return 0;
@@ -127,6 +130,7 @@ int start_look(struct start *st, struct fault *f) {
 int start_done(struct start *st, pid_t *pid, int *pidfd, struct fault *f) {
   struct fault said;
   ssize_t n;
+  if (st->slot == MACHINE_SLOT) return machine_started(st, pid, pidfd, f);
   do n = read(st->status, &said, sizeof said); while (n < 0 && errno == EINTR);
   pid_t second = *start_second(st);
   if (n) {

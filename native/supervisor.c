@@ -1,5 +1,6 @@
 // aether's life after READY: the event loop, its one timer, the lease, the sandbox's own events, and its end.
 #include "aether.h"
+#include "machine.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -158,7 +159,12 @@ void init_died(void) {
   sandbox_end(oom ? "oom" : "agent_crash", oom ? "PID 1 was killed at the sandbox's memory limit" : "PID 1 of the sandbox died", NULL, 0);
 }
 
-static void on_init(struct source *src, uint32_t events) { (void)src; (void)events; init_died(); }
+static void on_init(struct source *src, uint32_t events) {
+  (void)src;
+  (void)events;
+  if (A.s->channel > 0) sandbox_end("infra_lost", "the virtual machine of the sandbox ended", NULL, 0);
+  init_died();
+}
 
 // time -------------------------------------------------------------------------------------------------------------------------------
 
@@ -302,6 +308,7 @@ static void end_all(int lost) {
   A.ending = 1;
   loop_want(&init_source, 0);
   group_kill("");
+  if (A.s->channel > 0) machine_end();
   commands_end(lost);
   sessions_end();
   helpers_end();
@@ -331,6 +338,11 @@ static void flush_all(void) {
 // No end of the sandbox: its files, records and logs stay, for another supervisor.
 void sandbox_leave(int flag, struct conn *asker, uint32_t request) {
   struct usage u;
+  struct fault f = {0};
+  if (A.s->channel > 0 && flag == R_HIBERNATED) {
+    if (A.paused) pause_end();
+    if (machine_freeze(&f)) { conn_error(asker, request, f.code, f.err, "%s", f.message); return; }
+  }
   A.leaving = flag;
   end_all(0);
   kill_all();
@@ -423,6 +435,7 @@ static void setup(struct sandbox *s) {
     if (set_blocking(s->oom_fd, 0)) fatal("the OOM descriptor");
     watch(&oom_source, s->oom_fd, on_oom);
   }
+  if (s->channel > 0) machine_open(s);
   if (conn_listen(s->listen_fd)) fatal("the listening socket");
   A.oom_kills = sandbox_oom_kills(s);
   A.pids_hits = sandbox_pids_hits(s);

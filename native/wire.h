@@ -21,7 +21,7 @@ enum frame_type {
   F_HELLO = 1, F_OK = 2, F_ERROR = 3, F_DATA = 4, F_RECORD = 5, F_STATUS = 6, F_EVENT = 7,
   // launcher requests
   F_MOUNT_MEDIUM = 16, F_MOUNT_LAYER = 17, F_UMOUNT_LAYER = 18, F_CREATE = 19, F_REAP = 20, F_DISK_USAGE = 21, F_DROP_SNAPSHOT = 22,
-  F_PUT_SNAPSHOT = 57,
+  F_PUT_SNAPSHOT = 57, F_MAKE_VOLUME = 115,
   F_READY = 24,
   // aether requests
   F_SUBSCRIBE = 32, F_EXEC = 33, F_ATTACH = 34, F_LOG_READ = 35, F_STDIN = 36, F_STDIN_CLOSE = 37, F_RESIZE = 38,
@@ -64,12 +64,15 @@ enum tag {
   T_FN_CALL = 220, T_FN_CODE = 221, T_FN_FILE = 222, T_FN_COLLECT = 223, T_FN_FLAGS = 224, T_FN_CPU_NS = 225, T_FN_OUTPUT = 226,
   T_FN_RESULT = 227, T_FN_FSIZE = 228, T_FN_WORKER = 229,
   T_RESOURCE = 168,                    // of the launcher's ERROR: what of the host ran out
+  // a sandbox in a microVM: the socket and pid of its VMM, what that may hold, how long its guest may take to come up; then between
+  // supervisor and guest (mux.h)
+  T_CHANNEL = 230, T_VMM = 231, T_VMM_BYTES = 232, T_BOOT_S = 233, T_SEED = 234, T_DISK_FULL = 235,
 };
 
 // T_EXEC_FLAGS
 enum { X_STREAM = 1, X_COLLECT = 2, X_STDIN = 4, X_PTY = 8, X_MERGE = 16, X_STOP_AT_OUTPUT = 32, X_STOP_AT_DISK = 64 };
 // T_MEDIUM
-enum { MEDIUM_BTRFS = 0, MEDIUM_MEMORY = 1 };
+enum { MEDIUM_BTRFS = 0, MEDIUM_MEMORY = 1, MEDIUM_GUEST = 2 }; // GUEST: in a microVM, a directory of its disk
 // T_CPU_CLASS: CPU_LATENCY, CPU_BEST_EFFORT of sandbox.h
 // T_SCOPE of SIGNAL
 enum { SCOPE_PROCESS = 0, SCOPE_TREE = 1 };

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Fetch host tools newer than this Debian release's into .tools/: mkfs.erofs >= 1.8 (tar input, reproducible images) and criu >= 4.1 (forks with
-# memory; older ones do not know the kernels that dsec runs on).
+# Fetch host tools newer than this Debian release's into .tools/: mkfs.erofs >= 1.8 (tar input, reproducible images), criu >= 4.1 (forks with
+# memory; older ones do not know the kernels that dsec runs on), and a kernel for the guests of microVMs with the modules that they load.
 #
 # The packages come from the archive that this machine's apt already uses, one release on, into a private apt root: nothing is installed
 # and the machine's own package lists stay as they are. The programs run through the loader and libraries they came with. Running it again
@@ -13,6 +13,7 @@ strict=0; [ "${1:-}" = --strict ] && strict=1
 
 packs() { [ -x "$1" ] && "$1" --help 2>&1 | grep -q -- '--tar='; }
 freezes() { [ -x "$1/criu" ] && [ -d "$1/plugins" ] && "$1/ld.so" --library-path "$1/lib" "$1/criu" --version 2>/dev/null | grep -q 'Version: \(4\.[1-9]\|[5-9]\)'; }
+boots() { [ -s "$1/vmlinuz" ] && [ -n "$(find "$1/modules" -name 'virtio_pmem.ko*' 2>/dev/null)" ]; }
 give_up() {
   rm -rf "$out.new"
   echo "fetch-tools: $1; layers are built with $(command -v mkfs.erofs || echo 'no mkfs.erofs: apt-get install erofs-utils'), slower and not reproducible where that is old; forks have no memory without $out/criu" >&2
@@ -25,6 +26,9 @@ if packs "$out/bin/mkfs.erofs"; then echo "fetch-tools: $out/bin/mkfs.erofs is u
 elif [ -n "$own" ] && packs "$own"; then echo "fetch-tools: the distribution's $own is new enough"
 else want=erofs-utils; fi
 if freezes "$out/criu"; then echo "fetch-tools: $out/criu is up to date"; else want="$want criu"; fi
+if [ "$(uname -m)" = x86_64 ]; then
+  if boots "$out/guest"; then echo "fetch-tools: the guest kernel in $out/guest is up to date"; else want="$want guest"; fi
+fi
 [ -n "$want" ] || exit 0
 command -v apt-get >/dev/null || give_up "no apt-get on this machine"
 
@@ -100,8 +104,29 @@ criu() {
   echo "fetch-tools: criu $("$out/criu/ld.so" --library-path "$out/criu/lib" "$out/criu/criu" --version | sed -n 's/^Version: //p') in $out/criu"
 }
 
+# The kernel that the archive's meta package names, and of its modules those that a guest may load.
+guest() {
+  name=$(apt-cache depends linux-image-cloud-amd64 2>/dev/null | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)$/\1/p' | head -1)
+  [ -n "$name" ] || give_up "$suite has no linux-image-cloud-amd64"
+  mkdir -p "$new/kernel/tree" "$new/guest/modules"
+  (cd "$new/kernel" && apt-get -q download "$name" >>"$new/apt/log" 2>&1) || { tail -5 "$new/apt/log" >&2; give_up "apt-get could not download $name of $suite"; }
+  dpkg-deb --fsys-tarfile "$new/kernel"/*.deb | tar -x -C "$new/kernel/tree" --wildcards './boot/vmlinuz-*' './usr/lib/modules/*/kernel/*' './lib/modules/*/kernel/*' './usr/share/doc/*/copyright' 2>/dev/null || true
+  cp "$new/kernel/tree"/boot/vmlinuz-* "$new/guest/vmlinuz" 2>/dev/null || give_up "$name has no kernel"
+  find "$new/kernel/tree" -path '*/modules/*' -name '*.ko*' \( -path '*/kernel/drivers/virtio/*' -o -path '*/kernel/drivers/nvdimm/*' -o -path '*/kernel/drivers/dax/*' \
+    -o -path '*/kernel/drivers/block/virtio_blk*' -o -path '*/kernel/drivers/char/virtio_console*' -o -path '*/kernel/fs/erofs/*' -o -path '*/kernel/fs/overlayfs/*' -o -path '*/kernel/fs/ext4/*' \
+    -o -path '*/kernel/fs/jbd2/*' -o -path '*/kernel/fs/mbcache*' -o -path '*/kernel/fs/netfs/*' -o -path '*/kernel/crypto/*' -o -path '*/kernel/lib/*' \) -exec cp {} "$new/guest/modules/" \;
+  find "$new/kernel/tree" -name copyright -exec cp {} "$new/guest/copyright" \; -quit
+  chmod -R u=rwX,go=rX "$new/guest"
+  boots "$new/guest" || give_up "$name lacks virtio_pmem"
+  rm -rf "$out/guest"
+  mkdir -p "$out"
+  mv "$new/guest" "$out"
+  echo "fetch-tools: ${name#linux-image-} for guests in $out/guest"
+}
+
 for package in $want; do
   case $package in
+    guest) guest ;;
     erofs-utils) erofs ;;
     criu) criu ;;
   esac

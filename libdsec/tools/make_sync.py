@@ -56,7 +56,7 @@ from libdsec import images as _images
 from libdsec import sandbox as _sandbox
 from libdsec import stream as _stream
 from libdsec.api import PATIENCE
-from libdsec.args import DSecContainerRunArgs
+from libdsec.args import DSecContainerRunArgs, DSecMicroVMRunArgs
 from libdsec.calls import Calls, FnCallArgs
 from libdsec.client import Infos, Languages, Made, PoolInfos, RawResponse
 from libdsec.command import Input

@@ -76,6 +76,14 @@ class SandboxConfig(_Section, frozen=True):
     auto_pause: NotNegative = 0  # seconds idle, then it is paused; 0: never
 
 
+class MicrovmConfig(_Section, frozen=True):
+    """Machines that are made ahead."""
+
+    waiting: NotNegative = 2  # monitors whose guest waits for a sandbox, some 50 MB each
+    templates: Positive = 4  # booted guests that are kept, some 100 MB each: one for each set of layers, memory, processors and disk
+    boot_timeout: Positive = 120  # seconds until a guest must have booted
+
+
 class MemoryConfig(_Section, frozen=True):
     """Memory of sandboxes that wait."""
 
@@ -156,6 +164,7 @@ class Config(_Section, frozen=True):
     memory: MemoryConfig = msgspec.field(default_factory=MemoryConfig)
     pool: PoolConfig = msgspec.field(default_factory=PoolConfig)
     fncall: FncallConfig = msgspec.field(default_factory=FncallConfig)
+    microvm: MicrovmConfig = msgspec.field(default_factory=MicrovmConfig)
     remote: RemoteConfig = msgspec.field(default_factory=RemoteConfig)
     e2b: E2bConfig = msgspec.field(default_factory=E2bConfig)
 

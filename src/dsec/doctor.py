@@ -67,7 +67,7 @@ def diagnose(
     ]
     if not fatal_only:
         state = Path(state_dir)
-        groups += [lambda: _on_demand(state), lambda: _tools(tools), lambda: _criu(tools), lambda: _limits()]
+        groups += [lambda: _on_demand(state), lambda: _tools(tools), lambda: _criu(tools), lambda: _microvm(tools), lambda: _limits()]
         groups.append(lambda: _room(state, own_swap))
     with ThreadPoolExecutor(4) as pool:  # the probes are processes: waiting for several at once costs nothing
         found = [check for group in pool.map(lambda make: list(make()), groups) for check in group]
@@ -333,6 +333,21 @@ def _criu(tools: Tools) -> Iterator[Check]:
         INFO,
         f"{criu_version(at)} at {at}" if at is not None and why is None else str(why),
         "" if why is None else "run scripts/fetch-tools.sh of a checkout, and name its .tools in tools_dir or DSEC_TOOLS",
+    )
+
+
+def _microvm(tools: Tools) -> Iterator[Check]:
+    """The microVM backend (docs/microvm.md)."""
+    qemu, guest = tools.find("qemu-system-x86_64"), tools.guest()
+    lacks = [f"{name} (apt-get install {PACKAGES[name]})" for name in ("qemu-system-x86_64", "mke2fs") if tools.find(name) is None]
+    if guest is None:
+        lacks.append("a guest kernel (scripts/fetch-tools.sh of a checkout; name its .tools in tools_dir or DSEC_TOOLS)")
+    yield Check(
+        "microvm",
+        not lacks,
+        INFO,
+        f"{version(qemu)}, kernel in {guest}" if qemu is not None and not lacks else "this node makes no microVMs",
+        "; ".join(lacks),
     )
 
 

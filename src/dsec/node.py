@@ -146,6 +146,11 @@ def edge_config(config: Config) -> EdgeConfig:
         fill_by=config.remote.method,
         fncall=FnConfig.of(config.fncall),
         criu=_tools(config).criu() if config.node.fork_memory else None,
+        qemu=_tools(config).find("qemu-system-x86_64"),
+        guest_kernel=_tools(config).guest(),
+        vm_waiting=config.microvm.waiting,
+        vm_templates=config.microvm.templates,
+        vm_boot_timeout=float(config.microvm.boot_timeout),
     )
 
 

@@ -21,6 +21,7 @@ async def test_c01_heredoc_plain(box: Sandbox) -> None:
     assert time.monotonic() - started < 2
 
 
+@pytest.mark.capability("sessions")
 async def test_c01_heredoc_in_session(box: Sandbox) -> None:
     async with await box.session("s") as session:
         started = time.monotonic()
@@ -29,6 +30,7 @@ async def test_c01_heredoc_in_session(box: Sandbox) -> None:
         assert time.monotonic() - started < 2
 
 
+@pytest.mark.capability("sessions")
 @pytest.mark.parametrize("text", ["cat << 'EOF'\nnever closed", "echo 'never closed", 'echo "never closed', "if true; then echo", "echo $(("])
 async def test_c01_unterminated_input_does_not_swallow_the_next_call(box: Sandbox, text: str) -> None:
     plain = await box.run_shell(text, timeout=5)
@@ -40,6 +42,7 @@ async def test_c01_unterminated_input_does_not_swallow_the_next_call(box: Sandbo
         assert (await session.run("echo next", timeout=5)).stdout == b"next\n"
 
 
+@pytest.mark.capability("sessions")
 async def test_c02_no_stdin_means_end_of_file(box: Sandbox) -> None:
     started = time.monotonic()
     assert (await box.run_shell("cat; echo eof", timeout=10)).stdout == b"eof\n"
@@ -103,6 +106,7 @@ async def test_missing_binary_and_user_have_their_own_codes(box: Sandbox) -> Non
         await box.exec([])
 
 
+@pytest.mark.capability("sessions")
 async def test_c06_one_stuck_command_blocks_nothing(box: Sandbox) -> None:
     s1, s2 = await box.session("s1"), await box.session("s2")
     stuck = asyncio.create_task(s1.run("sleep 1000", timeout=3))
@@ -117,6 +121,7 @@ async def test_c06_one_stuck_command_blocks_nothing(box: Sandbox) -> None:
     assert (await s1.run("echo ok")).stdout == b"ok\n"
 
 
+@pytest.mark.capability("sessions")
 async def test_sessions_keep_state_and_do_not_share_it(box: Sandbox) -> None:
     a, b = await box.session("a"), await box.session("b")
     await a.run("export X=1; y=2; cd /tmp; f() { echo from f $1; }")
@@ -129,6 +134,7 @@ async def test_sessions_keep_state_and_do_not_share_it(box: Sandbox) -> None:
     assert (await b.run("echo still here")).stdout == b"still here\n"
 
 
+@pytest.mark.capability("sessions")
 async def test_session_that_cannot_be_interrupted_is_replaced_and_says_so(box: Sandbox) -> None:
     session = await box.session("loop")
     result = await session.run("x=1; while :; do :; done", timeout=1)

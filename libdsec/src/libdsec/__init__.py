@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from libdsec import errors
-from libdsec.args import DSecContainerRunArgs
+from libdsec.args import DSecContainerRunArgs, DSecMicroVMRunArgs
 from libdsec.calls import FnCallArgs
 from libdsec.client import VERSION as __version__
 from libdsec.client import DSecClient
@@ -39,6 +39,7 @@ __all__ = [
     "DSecClient",
     "DSecContainerRunArgs",
     "DSecError",
+    "DSecMicroVMRunArgs",
     "Ending",
     "Event",
     "ExecResult",

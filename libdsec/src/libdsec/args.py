@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from libdsec.errors import InvalidRequest
 from libdsec.wire import CpuClass, Limits, SandboxSpec
@@ -36,13 +37,14 @@ class DSecContainerRunArgs:
     layers: Sequence[str] | None = None
     cpu_class: CpuClass | str | None = None  # "latency", "best_effort": runs on the CPU that nobody else of the node wants
     disk: str = "default"  # "memory": the writable layer is a tmpfs, charged to the memory limit
+    backend: ClassVar[str] = "container"
 
     def spec(self) -> SandboxSpec:
         """The wire form."""
         return SandboxSpec(
             image=self.container_image,
             layers=list(self.layers) if self.layers is not None else None,
-            backend="container",
+            backend=self.backend,
             limits=Limits(
                 memory_mb=self.memory_limit_mb, cpu_cores=self.cpu_cores_limit, disk_mb=self.disk_mb, pids=self.pids,
                 open_files=self.open_files, output_bytes=self.output_bytes,
@@ -60,6 +62,16 @@ class DSecContainerRunArgs:
             name=self.name,
             hostname=self.hostname,
         )  # fmt: skip
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class DSecMicroVMRunArgs(DSecContainerRunArgs):
+    """The same in a guest with a kernel of its own: `memory_limit_mb` and `pids` hold for the container in it, `disk_mb` is the size of its
+    disk, `cpu_cores_limit` is rounded up to whole processors."""
+
+    memory_limit_mb: int | None = 512
+    cpu_cores_limit: float | None = 1
+    backend: ClassVar[str] = "microvm"
 
 
 def cpu_class_of(given: CpuClass | str | None) -> CpuClass | None:

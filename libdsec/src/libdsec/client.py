@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from libdsec.api import PATIENCE, READ_TIMEOUT, Api, deadline, path, query
-from libdsec.args import DSecContainerRunArgs, cpu_class_of
+from libdsec.args import DSecContainerRunArgs, DSecMicroVMRunArgs, cpu_class_of
 from libdsec.calls import Calls, FnCallArgs, results
 from libdsec.errors import AtCapacity, DSecError, InvalidRequest, ResourceExhausted, Unsupported, from_body
 from libdsec.fncall import FnLimits, FnResult, LanguageInfo
@@ -134,6 +134,12 @@ class DSecClient:
         again (AtCapacity after that). RequestTimeout after `timeout` seconds. When the call is cancelled or times out and no key was given,
         the sandbox that may still come into being is stopped in the background; with a key it is kept for the repeated call.
         """
+        return await self._run(args.spec(), timeout, idempotency_key, capacity_wait)
+
+    async def run_microvm(
+        self, args: DSecMicroVMRunArgs, timeout: float | None = 120, *, idempotency_key: str | None = None, capacity_wait: float = 0.0
+    ) -> Sandbox:
+        """Create a sandbox in a microVM; otherwise as `run_container`. Unsupported where the node has none."""
         return await self._run(args.spec(), timeout, idempotency_key, capacity_wait)
 
     async def restore(

@@ -24,7 +24,7 @@ from libdsec import images as _images
 from libdsec import sandbox as _sandbox
 from libdsec import stream as _stream
 from libdsec.api import PATIENCE
-from libdsec.args import DSecContainerRunArgs
+from libdsec.args import DSecContainerRunArgs, DSecMicroVMRunArgs
 from libdsec.calls import Calls, FnCallArgs
 from libdsec.client import Infos, Languages, Made, PoolInfos, RawResponse
 from libdsec.command import Input
@@ -731,6 +731,13 @@ class SyncDSecClient(_Wrapper):
         the sandbox that may still come into being is stopped in the background; with a key it is kept for the repeated call.
         """
         made: SyncSandbox = _wrap(self._portal, self._portal.run(self._inner.run_container(args, timeout, idempotency_key=idempotency_key, capacity_wait=capacity_wait)))
+        return made
+
+    def run_microvm(
+        self, args: DSecMicroVMRunArgs, timeout: float | None = 120, *, idempotency_key: str | None = None, capacity_wait: float = 0.0,
+    ) -> SyncSandbox:
+        """Create a sandbox in a microVM; otherwise as `run_container`. Unsupported where the node has none."""
+        made: SyncSandbox = _wrap(self._portal, self._portal.run(self._inner.run_microvm(args, timeout, idempotency_key=idempotency_key, capacity_wait=capacity_wait)))
         return made
 
     def restore(

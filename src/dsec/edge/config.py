@@ -94,6 +94,12 @@ class EdgeConfig:
     idle_timeout: float | None = None
     auto_pause: float | None = None
     fncall: FnConfig = FnConfig()
+    # microVMs
+    qemu: Path | None = None  # qemu-system-x86_64; None: this node has no microVMs
+    guest_kernel: Path | None = None  # directory with vmlinuz and modules/
+    vm_boot_timeout: float = 120.0  # a guest that has not come up by then is ended
+    vm_templates: int = 4  # booted guests that are kept, each some 100 MB of memory
+    vm_waiting: int = 2  # monitors with a guest that wait for a sandbox
     # memory
     swap: str = "off"  # auto, file, zram, off
     swap_bytes: int = 0  # 0: as much as the machine has memory, at most a quarter of the free disk

@@ -46,7 +46,7 @@ class Creating(Recovery):
         """Create a sandbox and return when it runs. The same key and spec give the same sandbox, whoever asks and however often."""
         began = time.monotonic()
         try:
-            sandbox = await self._create(spec, idempotency_key, request_id)
+            sandbox = await self._create(self.as_source(spec), idempotency_key, request_id)
         except DSecError as error:
             self.counters.refused(error.code)
             raise

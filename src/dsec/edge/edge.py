@@ -18,6 +18,7 @@ from dsec.edge import wire
 from dsec.edge.admission import raise_file_limit
 from dsec.edge.backends.base import Backend, ImageResolver, require
 from dsec.edge.backends.container import Container
+from dsec.edge.backends.microvm import MicroVM
 from dsec.edge.config import EdgeConfig
 from dsec.edge.cpu import CpuUse
 from dsec.edge.creating import BATCH, Creating
@@ -94,7 +95,12 @@ class Edge(Creating, Packing, Pressure, Files):
     def make_backends(self, prefix: str) -> dict[str, Backend]:
         """The backends of this node, by name."""
         died = self.counters.launcher_restarts.inc
-        return {"container": Container(self.config, prefix, self.survivor, died, self.kept_volumes)}
+        container = Container(self.config, prefix, self.survivor, died, self.kept_volumes)
+        found: dict[str, Backend] = {}
+        if self.config.qemu is not None and self.config.guest_kernel is not None:
+            found["microvm"] = MicroVM(self.config, container, self.config.qemu, self.config.guest_kernel)
+        found["container"] = container  # last, for the others stand on it
+        return found
 
     async def close(self, stop_sandboxes: bool) -> None:
         """Stop admitting; stop the sandboxes or leave them running for the next edge; let go of everything else."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from dsec.edge import commands, records, streams, wire
+from dsec.edge.backends.base import require
 from dsec.edge.commands import command_field, encode, env_fields, new_command_id, session_field, text_field
 from dsec.edge.core import Core
 from dsec.edge.lifecycle import Sandbox
@@ -290,6 +291,7 @@ class Operations(Core):
     async def open_session(self, sandbox_id: str, spec: SessionSpec) -> SessionInfo:
         """Open a named shell. SessionExists."""
         sandbox = self.live(sandbox_id)
+        require(self.backends[sandbox.backend], "sessions", f"a session in sandbox {sandbox.id}")
         payload = session_field(spec.name, wire.T_NAME) + env_fields(spec.env)
         if spec.cwd is not None:
             payload += text_field(wire.T_CWD, spec.cwd, "cwd")

@@ -48,6 +48,7 @@ class Snapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
     slot: int  # whose uids own its files
     limits: Limits
     cpu_class: CpuClass = CpuClass.LATENCY
+    backend: str = "container"
 
     def info(self) -> SnapshotInfo:
         """As listings show it."""
@@ -119,7 +120,7 @@ class Snapshots(Core):
         made = Snapshot(
             v=VERSION, id=volume, name=name, sandbox=sandbox.id, at=time.time(), labels=dict(labels), layers=list(sandbox.layers),
             image=sandbox.image, user=sandbox.user, workdir=sandbox.workdir, env={**image_env, **sandbox.spec.env}, slot=sandbox.slot,
-            limits=sandbox.limits, cpu_class=sandbox.cpu_class,
+            limits=sandbox.limits, cpu_class=sandbox.cpu_class, backend=sandbox.backend,
         )  # fmt: skip
         self.passing[volume] = made
         self.table.hold_slot(made.slot)
@@ -215,6 +216,11 @@ class Snapshots(Core):
         if found is None:
             raise SnapshotNotFound(f"no snapshot {snapshot_id}", snapshot=snapshot_id)
         return found
+
+    def as_source(self, spec: SandboxSpec) -> SandboxSpec:
+        """A sandbox of a snapshot is of the same kind as the one that it was taken of."""
+        found = None if spec.snapshot is None else self.snapshots.get(spec.snapshot) or self.passing.get(spec.snapshot)
+        return spec if found is None or found.backend == spec.backend else msgspec.structs.replace(spec, backend=found.backend)
 
     async def resolve(self, spec: SandboxSpec) -> ResolvedImage:
         """Layers and defaults of what a sandbox shall be made of."""

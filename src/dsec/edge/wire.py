@@ -12,6 +12,7 @@ Fields by frame (`*`: repeated, `?`: optional):
 | MOUNT_LAYER / UMOUNT_LAYER | NAME PATH DATA? (data of a split image) FILL? (1: on demand) / NAME | OK |
 | CREATE | see below | READY{ID PID INIT_PID} |
 | REAP | ID CGROUP RUN_DIR STATE_DIR MEDIUM KEEP? (1: not the writable layer) | OK |
+| MAKE_VOLUME | ID RUN_DIR DISK_BYTES VOLUME? TURN? | OK: a microVM's, which CREATE finds there |
 | PUT_SNAPSHOT | ID RUN_DIR VOLUME, for an identity of its own HOSTNAME UID_BASE | OK: what CREATE with the next TURN begins with |
 | SUBSCRIBE | - | OK, EVENT{EVENT COMMAND? MESSAGE? BYTES?}*, ENDED{CAUSE MESSAGE? TIME_NS} |
 | EXEC | see below | STARTED{COMMAND PID TIME_NS}, END{RECORD STDOUT? STDERR?} |
@@ -36,7 +37,8 @@ Fields by frame (`*`: repeated, `?`: optional):
 
 CREATE: ID CGROUP LAYER* (topmost first) UID_BASE HOSTNAME MEDIUM DISK_BYTES MEMORY_BYTES PIDS CPU_MILLI NOFILE ENV* WORKDIR USER RUN_DIR
 STATE_DIR LOG_HEAD LOG_TAIL LOG_BUDGET DEADLINE_NS IDLE_NS SHM_BYTES USERNS AUTO_PAUSE_NS RECLAIM_NS
-VOLUME? OWN_PIDS? TURN? (made again, on the layer that it has) FN_WORKER? (it becomes a fncall worker, which speaks the following).
+VOLUME? OWN_PIDS? TURN? (made again, on the layer that it has), for a microVM CHANNEL VMM VMM_BYTES BOOT_S,
+FN_WORKER? (it becomes a fncall worker, which speaks the following).
 A worker's requests: EXEC{ARG* ENV*} (the interpreter that stays) -> OK; FN_PUT{ID BYTES} (appends to a shared file), FN_DROP{ID} -> OK;
 FN_CANCEL (of the call with this request number; no reply); FN_CALL{ARG* or FN_CODE, ENV* FN_FILE* FN_COLLECT* TIMEOUT_NS FN_CPU_NS?
 MEMORY_BYTES PIDS CPU_MILLI? DISK_BYTES NOFILE FN_OUTPUT FN_FSIZE? FN_FLAGS?} or FN_CALL{FN_CALL FN_CALL} (a pair, each other's stdin and
@@ -73,6 +75,7 @@ F_REAP: Final = 20
 F_DISK_USAGE: Final = 21
 F_DROP_SNAPSHOT: Final = 22
 F_PUT_SNAPSHOT: Final = 57
+F_MAKE_VOLUME: Final = 115
 F_READY: Final = 24
 F_SUBSCRIBE: Final = 32
 F_EXEC: Final = 33
@@ -219,6 +222,12 @@ T_FN_RESULT: Final = 227
 T_FN_FSIZE: Final = 228
 T_FN_WORKER: Final = 229
 T_RESOURCE: Final = 168  # of the launcher's ERROR: what of the host ran out
+T_CHANNEL: Final = 230
+T_VMM: Final = 231
+T_VMM_BYTES: Final = 232
+T_BOOT_S: Final = 233
+T_SEED: Final = 234
+T_DISK_FULL: Final = 235
 
 X_STREAM: Final = 1
 X_COLLECT: Final = 2
@@ -235,6 +244,7 @@ FN_HIT_WALL: Final = 64
 
 MEDIUM_BTRFS: Final = 0
 MEDIUM_MEMORY: Final = 1
+MEDIUM_GUEST: Final = 2
 
 SCOPE_PROCESS: Final = 0
 SCOPE_TREE: Final = 1

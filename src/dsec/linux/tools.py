@@ -25,6 +25,8 @@ PACKAGES = {
     "apt-get": "apt",
     "dpkg-deb": "dpkg",
     "busybox": "busybox-static",
+    "qemu-system-x86_64": "qemu-system-x86",
+    "mke2fs": "e2fsprogs",
 }
 
 
@@ -62,6 +64,13 @@ class Tools:
         for directory in self.directories:
             if os.access(directory / "criu" / "criu", os.X_OK) and os.access(directory / "criu" / "ld.so", os.X_OK):
                 return (directory / "criu").absolute()
+        return None
+
+    def guest(self) -> Path | None:
+        """Directory with a kernel for guests and its modules (`scripts/fetch-tools.sh`), or None."""
+        for directory in self.directories:
+            if (directory / "guest" / "vmlinuz").is_file() and (directory / "guest" / "modules").is_dir():
+                return (directory / "guest").absolute()
         return None
 
     def need(self, name: str) -> Path:

@@ -102,18 +102,32 @@ class Container:
             mounted = self._mounted.get(layer.digest)
             if mounted is None or not mounted.done():
                 await self._mount(launcher, layer)
+        return await self.launch(spec.id, self.describe(spec), spec.run_dir)
+
+    async def launch(self, sandbox_id: str, request: bytes, run_dir: str) -> Started:
+        """Have the launcher fork a supervisor that makes the sandbox."""
+        launcher = await self._running()
         try:
-            reply = await launcher.call(wire.F_CREATE, self._create(spec))
+            reply = await launcher.call(wire.F_CREATE, request)
         except ConnectionLost as error:
-            raise ResourceExhausted(f"sandbox {spec.id}: {error} while it was made", resource="launcher", retry_after=0.5) from error
+            raise ResourceExhausted(f"sandbox {sandbox_id}: {error} while it was made", resource="launcher", retry_after=0.5) from error
         except DSecError as error:
             if _killed(error):
-                raise ResourceExhausted(f"sandbox {spec.id}: {error.message}", resource="launcher", retry_after=0.5) from error
+                raise ResourceExhausted(f"sandbox {sandbox_id}: {error.message}", resource="launcher", retry_after=0.5) from error
             if error.retryable and error.retry_after is None:
                 error.retry_after = _RETRY
             raise
         fields = Fields(reply.payload)
-        return Started(f"{spec.run_dir}/aether.sock", fields.u64(wire.T_PID), fields.u64(wire.T_INIT_PID))
+        return Started(f"{run_dir}/aether.sock", fields.u64(wire.T_PID), fields.u64(wire.T_INIT_PID))
+
+    async def make_volume(self, request: bytes) -> int:
+        """A volume for a sandbox that is going to be made. The launcher's pid: it is in its mount namespace."""
+        launcher = await self._running()
+        try:
+            await launcher.call(wire.F_MAKE_VOLUME, request)
+        except ConnectionLost as error:
+            raise ResourceExhausted(f"a volume: {error}", resource="launcher", retry_after=0.5) from error
+        return launcher.pid
 
     async def reap(self, sandbox_id: str, run_dir: str, state_dir: str, memory_disk: bool, keep: bool = False) -> None:
         """Kill and remove whatever is left of a sandbox. Tried again once when who does it dies meanwhile."""
@@ -249,7 +263,8 @@ class Container:
             mounted.set_result(None)
         await asyncio.shield(mounted)
 
-    def _create(self, spec: StartSpec) -> bytes:
+    def describe(self, spec: StartSpec) -> bytes:
+        """CREATE."""
         parts = [
             wire.text(wire.T_ID, spec.id),
             text_field(wire.T_HOSTNAME, spec.hostname, "hostname"),

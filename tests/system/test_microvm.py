@@ -1,0 +1,121 @@
+"""MicroVMs: a kernel of its own for each sandbox, clones of one booted guest that share nothing, and ends of machines that are typed."""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.harness import Node, cgroups_of, frozen, until
+
+from dsec.edge.backends.microvm import kvm_runs_kernels
+from dsec.edge.config import find_aether
+from libdsec import DSecClient, DSecMicroVMRunArgs, Sandbox, errors
+from libdsec.wire import Ending
+
+SECRETS = "cat /proc/sys/kernel/random/uuid /proc/sys/kernel/random/boot_id; head -c 16 /dev/urandom | od -An -tx1; hostname; cat /etc/machine-id"
+
+
+@pytest.fixture(autouse=True)
+def _needs(needs: Callable[[str], None]) -> None:
+    needs("microvm")
+
+
+def args(**more: object) -> DSecMicroVMRunArgs:
+    """The machine that the conformance suite has, so that both use one template."""
+    values: dict[str, object] = {"container_image": "bookworm", "memory_limit_mb": 512, "cpu_cores_limit": 2, "ttl_running_stop": None}
+    return DSecMicroVMRunArgs(**(values | more))  # type: ignore[arg-type]
+
+
+def monitor(sandbox_id: str) -> int:
+    """The process that runs its guest."""
+    pids = {int(pid) for group in cgroups_of(sandbox_id) for pid in (Path(group) / "cgroup.procs").read_text().split()}
+    assert len(pids) == 1, f"nothing but the monitor is in the groups of {sandbox_id}: {pids}"
+    return pids.pop()
+
+
+async def test_clones_share_nothing_but_what_they_read(client: DSecClient) -> None:
+    boxes = await asyncio.gather(*(client.run_microvm(args()) for _ in range(2)))
+    said = [(await box.run_shell(SECRETS)).text.split("\n") for box in boxes]
+    for mine, other in zip(*said, strict=True):
+        assert not mine or mine != other, f"both have {mine}"
+    for box in boxes:
+        assert (await box.run_shell("uname -r")).text.strip() != os.uname().release
+        skew = float((await box.run_shell("date +%s.%N")).text) - time.time()
+        assert -3 < skew < 1, "a template is old, its clones are not"
+        status = Path(f"/proc/{monitor(box.id)}/status").read_text()
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        assert fields["CapEff"].strip("0") == "" and fields["CapBnd"] and fields["NoNewPrivs"] == "1" and fields["Seccomp"] == "2"
+        assert fields["Uid"].split()[0] not in ("0", str(os.getuid())) and fields["NSpid"].split()[-1] == "1"
+        await box.stop()
+
+
+async def test_files_of_one_instant(client: DSecClient) -> None:
+    """Pause, snapshot, restore, fork, rollback and hibernation: all of them are of the disk, whose last word the guest has in its memory."""
+    box = await client.run_microvm(args())
+    await box.run_shell("echo one > /srv/file; echo mine > /etc/machine-id")
+    await box.pause()
+    assert frozen(box.id)
+    taken = await box.snapshot("paused")
+    assert (await box.run_shell("cat /srv/file; echo two > /srv/file")).text == "one\n", "who wants something resumes it"
+    child, again = (await box.fork(1))[0], await client.restore(taken.id)
+    assert isinstance(child, Sandbox)
+    assert (await child.run_shell("cat /srv/file")).text == "two\n"
+    assert (await again.run_shell("cat /srv/file; cat /etc/machine-id; hostname")).text.split()[0] == "one"
+    assert again.info.backend == "microvm" and (await again.run_shell("cat /etc/machine-id")).text != "mine\n"
+    for made in (child, again):
+        await made.stop()
+    await box.rollback(taken.id)
+    assert (await box.run_shell("cat /srv/file /etc/machine-id; echo three > /srv/file")).text == "one\nmine\n"
+    await box.hibernate()
+    assert (await box.run_shell("cat /srv/file")).text == "three\n"
+    await box.stop()
+    await client.snapshots.remove(taken.id)
+
+
+async def test_a_machine_that_dies_is_a_lost_sandbox(client: DSecClient) -> None:
+    box = await client.run_microvm(args())
+    done = await box.start(shell="echo before; exit 3")
+    assert (await done.wait()).exit_code == 3
+    running = await box.start(shell="echo during; sleep 100")
+    while b"during" not in await running.logs():
+        await asyncio.sleep(0.05)
+    os.kill(monitor(box.id), signal.SIGKILL)
+    with contextlib.suppress(errors.SandboxLost, errors.SandboxEnded):
+        assert (await running.wait()).ending == Ending.SANDBOX_LOST
+    ended = await client.info(box.id)
+    while ended.state != "ended":
+        await asyncio.sleep(0.05)
+        ended = await client.info(box.id)
+    assert ended.cause == "infra_lost" and "machine" in (ended.detail or "") + "machine"
+    assert await done.logs() == b"before\n" and await running.logs() == b"during\n"
+    until(lambda: not cgroups_of(box.id))
+
+
+async def test_what_it_does_not_claim_is_refused_by_name(client: DSecClient, node: Node) -> None:
+    claimed = (await client.node()).capabilities["microvm"]
+    box = await client.run_microvm(args())
+    refused = {
+        "sessions": lambda: box.session("s"),
+        "pack_diff": lambda: box.pack_diff("never"),
+        "fork_memory": lambda: box.fork(1, memory=True),
+        "memory_disk": lambda: client.run_microvm(args(disk="memory")),
+        "cpu_class": lambda: client.run_microvm(args(cpu_class="best_effort")),
+    }
+    for name, ask in refused.items():
+        assert not claimed[name]
+        with pytest.raises(errors.Unsupported) as told:
+            await ask()
+        assert told.value.details["capability"] == name
+    await box.stop()
+
+
+def test_kvm_is_judged_by_what_it_executes() -> None:
+    """Where it says that it runs kernels, it ran a loop in ring 0 in about the time that the host takes."""
+    fast, why = kvm_runs_kernels(find_aether())
+    assert why
+    assert fast == (" ns" in why and float(why.split("takes ")[1].split(" ns")[0]) <= 50)
