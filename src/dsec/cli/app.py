@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli import copying, e2b, environments, fncall, images, layers, machine, mcp, node, packing, pools, sandboxes, snapshots
+from dsec.cli import copying, e2b, environments, fncall, images, layers, machine, mcp, node, packing, pools, rollout, sandboxes, snapshots
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -55,4 +55,5 @@ app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(pools.app, name="pool")
 app.add_typer(fncall.app, name="fn")
 app.add_typer(e2b.app, name="e2b")
+app.add_typer(rollout.app, name="rollout")
 app.add_typer(machine.config_app, name="config")
