@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tests.harness import Node
 
 from dsec.rollout.client import RolloutClient
+from tests.harness import Node
 
 
 class ServiceProcess:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.rollout.endpoint import Endpoint
-
 from dsec.rollout.client import RolloutClient
 from dsec.rollout.schema import Cause, Command, Ended, JobSpec, Observed, PolicySpec, Task, Turn
 from libdsec import DSecClient
+from tests.rollout.endpoint import Endpoint
 
 
 def counts(messages: list[dict[str, Any]]) -> str:

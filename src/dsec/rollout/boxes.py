@@ -71,7 +71,7 @@ class Boxes:
         """A sandbox of a task; the same one for the same key. `layers`: instead of the task's image."""
         args = DSecContainerRunArgs(
             container_image=None if layers else task.image, layers=layers or task.layers, memory_limit_mb=task.memory_mb,
-            cpu_cores_limit=task.cpu_cores, disk_mb=task.disk_mb, pids=task.pids, init_user=task.user, workdir=task.workdir,
+            cpu_cores_limit=task.cpu_cores, disk_mb=task.disk_mb, pids=task.pids, init_user=task.user,
             env=task.env, cpu_class=task.cpu_class, ttl_running_stop=None, max_lifetime=task.limits.lifetime, labels=dict(labels),
         )  # fmt: skip
         return await self.client.run_container(args, timeout=None, idempotency_key=key, capacity_wait=CAPACITY_WAIT)

@@ -219,7 +219,7 @@ class Context:
             if command is None:
                 limit = timeout or self.task.limits.command_seconds
                 left = self._tree.left()
-                wanted.op, wanted.id, wanted.sandbox = op, command_id(self.id, op), box.id
+                wanted.op, wanted.id, wanted.sandbox, wanted.cwd = op, command_id(self.id, op), box.id, self.task.workdir
                 wanted.timeout = limit if left is None else max(0.1, min(limit, left))
                 command = wanted
                 self._append(command)
@@ -252,7 +252,8 @@ class Context:
         if command is None:
             box = await self.box()
             command = Command(
-                op=op, id=command_id(self.id, op), sandbox=box.id, argv=list(argv) if argv else None, shell=shell, env=env, timeout=timeout,
+                op=op, id=command_id(self.id, op), sandbox=box.id,
+                cwd=self.task.workdir, argv=list(argv) if argv else None, shell=shell, env=env, timeout=timeout,
                 background=True,
             )  # fmt: skip
             self._append(command)
@@ -350,7 +351,8 @@ class Context:
     @property
     def sampling(self) -> Sampling:
         """As the job wants it."""
-        return self._job.policy.spec.sampling
+        wanted: Sampling = self._job.policy.spec.sampling
+        return wanted
 
     async def hold(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do what may be stopped at any moment and begun anew, while the job runs."""
@@ -386,7 +388,9 @@ def command_id(rollout: str, op: int) -> str:
 
 
 async def put_files(box: Sandbox, task: Task) -> None:
-    """The files that a task begins with."""
+    """The working directory, and the files that a task begins with."""
+    if (home := task.workdir) is not None:
+        await steadily(lambda: box.files.mkdir(home))
     for path, data in task.files.items():
 
         async def write(path: str = path, data: bytes = data) -> None:

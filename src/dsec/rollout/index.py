@@ -108,12 +108,12 @@ class Index:
                 db.executemany("INSERT OR IGNORE INTO rollouts (id, job, state, task, grp, member) VALUES (?, ?, ?, ?, ?, ?)", rows)
             case Spawned():
                 row = db.execute("SELECT job FROM rollouts WHERE id = ?", (event.stream,)).fetchone()
-                rows = [
+                below = [
                     (id, row[0] if row else "", "queued", t.id, "", 0, event.stream)
                     for id, t in zip(event.children, event.tasks, strict=True)
                 ]
                 db.executemany(
-                    "INSERT OR IGNORE INTO rollouts (id, job, state, task, grp, member, parent) VALUES (?, ?, ?, ?, ?, ?, ?)", rows
+                    "INSERT OR IGNORE INTO rollouts (id, job, state, task, grp, member, parent) VALUES (?, ?, ?, ?, ?, ?, ?)", below
                 )
             case Began():
                 db.execute("UPDATE rollouts SET state = 'running', began = ? WHERE id = ? AND state = 'queued'", (event.at, event.stream))

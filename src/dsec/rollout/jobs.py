@@ -27,6 +27,7 @@ from dsec.rollout.schema import (
     JobChanged,
     JobInfo,
     JobSpec,
+    PolicySpec,
     Prepared,
     Spawned,
     Task,
@@ -45,7 +46,7 @@ RUNNING, PAUSED, PREEMPTED, ENDED = "running", "paused", "preempted", "ended"
 class Asking:
     """The policy of a job: what it is, and who answers."""
 
-    def __init__(self, spec: policy.PolicySpec) -> None:
+    def __init__(self, spec: PolicySpec) -> None:
         self.spec = spec
         self.answers = policy.make(spec)
 
@@ -83,7 +84,7 @@ class Job:
         self.policy = Asking(asked)
         self.gate = Gate(self.state == RUNNING)
 
-    def _replay(self, event: AnyEvent) -> policy.PolicySpec | None:
+    def _replay(self, event: AnyEvent) -> PolicySpec | None:
         match event:
             case BatchTaken():
                 self.keys[event.batch.key] = event
@@ -338,7 +339,7 @@ class Job:
         box = await self.boxes.create(f"{group}-prepare", task, labels)
         await put_files(box, task)
         for number, text in enumerate(task.setup):
-            done = await box.run_shell(text, id=f"{group}-s{number}", timeout=task.limits.command_seconds)
+            done = await box.run_shell(text, id=f"{group}-s{number}", cwd=task.workdir, timeout=task.limits.command_seconds)
             if not done.ok:
                 raise SetupFailed(f"{text[:200]!r}: {done.ending.value} {done.exit_code}: {done.stderr_text[-500:]}")
         snapshot = await steadily(lambda: self.boxes.snapshot(box, {**labels, "group": group}))

@@ -282,6 +282,6 @@ def _whole_frame_after(path: Path, begin: int) -> bool:
         head = file.read(FRAME.size)
         if len(head) < FRAME.size:
             return False
-        size, crc = FRAME.unpack(head)
+        size, crc = map(int, FRAME.unpack(head))
         data = file.read(size) if size <= RECORD_MAX else b""
-        return len(data) == size > 0 and zlib.crc32(data) == crc
+        return bool(size) and len(data) == size and zlib.crc32(data) == crc

@@ -9,23 +9,31 @@ import json
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
-answers = {}  # number of a request: [event, answer]
+
+class Waiting:
+    """A request that has left."""
+
+    def __init__(self) -> None:
+        self.answered = threading.Event()
+        self.answer: dict[str, Any] = {}
+
+
+waiting: dict[int, Waiting] = {}  # by the number of the request
 lock = threading.Lock()
-last = 0
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self):
+    def do_GET(self) -> None:
         if self.path.rstrip("/").endswith("/models"):
             self.reply(200, {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "route"}]})
         else:
             self.reply(404, {"error": {"message": "there is /v1/models and /v1/chat/completions", "type": "not_found"}})
 
-    def do_POST(self):
-        global last
+    def do_POST(self) -> None:
         data = self.rfile.read(int(self.headers.get("content-length") or 0))
         try:
             body = json.loads(data)
@@ -35,20 +43,19 @@ class Handler(BaseHTTPRequestHandler):
         if not self.path.rstrip("/").endswith("/chat/completions"):
             self.reply(404, {"error": {"message": "there is /v1/models and /v1/chat/completions", "type": "not_found"}})
             return
-        waiting = [threading.Event(), None]
+        mine = Waiting()
         with lock:
-            last += 1
-            answers[last] = waiting
-            sys.stdout.write(json.dumps({"n": last, "body": body}) + "\n")
+            number = len(waiting) + 1
+            waiting[number] = mine
+            sys.stdout.write(json.dumps({"n": number, "body": body}) + "\n")
             sys.stdout.flush()
-        waiting[0].wait()
-        answer = waiting[1]
-        if body.get("stream") and answer["status"] == 200:
-            self.stream(answer["body"])
+        mine.answered.wait()
+        if body.get("stream") and mine.answer["status"] == 200:
+            self.stream(mine.answer["body"])
         else:
-            self.reply(answer["status"], answer["body"])
+            self.reply(mine.answer["status"], mine.answer["body"])
 
-    def reply(self, status, body):
+    def reply(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
@@ -56,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def stream(self, body):
+    def stream(self, body: dict[str, Any]) -> None:
         """The whole answer as one chunk, and its end."""
         choice = body["choices"][0]
         delta = dict(choice["message"])
@@ -72,20 +79,21 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_):
+    def log_message(self, *_: Any) -> None:
         pass
 
 
-def listen():
+def listen() -> None:
+    """Answers, until the pipe ends."""
     for line in sys.stdin:
         try:
             answer = json.loads(line)
-            waiting = answers.get(answer["n"])
+            mine = waiting.get(answer["n"])
         except (ValueError, KeyError, TypeError):
             continue
-        if waiting is not None and not waiting[0].is_set():
-            waiting[1] = answer
-            waiting[0].set()
+        if mine is not None and not mine.answered.is_set():
+            mine.answer = answer
+            mine.answered.set()
 
 
 if __name__ == "__main__":

@@ -14,19 +14,17 @@ import io
 import random
 import tarfile
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 import msgspec
 
-from dsec.rollout.boxes import GONE, Boxes, Lost, clip, steadily
+from dsec.rollout.boxes import GONE, NEVER_RAN, Boxes, clip, steadily
 from dsec.rollout.context import put_files
 from dsec.rollout.diffs import Diff, TooLarge, collect, fingerprint, take
 from dsec.rollout.schema import GraderRun, Scored, Scoring, Task, Verdict, digest
-from libdsec import Cause, DSecError, Ending, ExecResult, Health, Sandbox
+from libdsec import Cause, DSecError, Ending, Health, Sandbox
 from libdsec.errors import LayerNotFound
 
 OUTPUT = 8 << 10  # of a grader, kept
-STARVED = 0.05  # of its time a grader must have had on a CPU, or its timeout says nothing about the agent
 AGENTS_OWN = frozenset({Cause.OOM.value, Cause.AGENT_CRASH.value})
 
 
@@ -36,7 +34,7 @@ async def score(boxes: Boxes, job: str, rollout: str, task: Task, box: Sandbox |
     scoring = task.scoring
     assert scoring is not None
     try:
-        after = await steadily(lambda: _archive(box)) if box is not None else None
+        after = await steadily(lambda: _archive(box, task.workdir)) if box is not None else None
     except TooLarge as error:
         return Scored(verdict=Verdict.FAILED, reward=0.0, detail=str(error))
     except GONE as error:
@@ -102,17 +100,17 @@ async def _tar(box: Sandbox, path: str) -> AsyncIterator[bytes]:
 
 async def _in_fresh(boxes: Boxes, job: str, rollout: str, task: Task, scoring: Scoring, after: bytes | None) -> Scored:
     box = await steadily(lambda: _open(boxes, job, rollout, task, scoring))
-    home = box.info.workdir
+    home = task.workdir or box.info.workdir
     if home == "/":
         return Scored(verdict=Verdict.GRADER_ERROR, reward=None, detail="a task that is scored needs a workdir other than /")
     await put_files(box, task)
     for text in task.setup:
-        done = await box.run_shell(text, timeout=task.limits.command_seconds)
+        done = await box.run_shell(text, cwd=task.workdir, timeout=task.limits.command_seconds)
         if not done.ok:
             return Scored(verdict=Verdict.GRADER_ERROR, reward=None, detail=f"setup failed in the scoring sandbox: {text[:200]!r}")
     diff = Diff()
     if after is not None:
-        before = await _archive(box)
+        before = await _archive(box, home)
         diff = await asyncio.to_thread(take, before, after, scoring.accept, scoring.refuse)
         for path in diff.removed:
             await box.files.remove(f"{home}/{path}", missing_ok=True)
@@ -120,7 +118,7 @@ async def _in_fresh(boxes: Boxes, job: str, rollout: str, task: Task, scoring: S
             await box.files.remove(f"{home}/{path}", recursive=True, missing_ok=True)
         if diff.files or diff.links:
             await box.files.upload_tar(io.BytesIO(diff.tar()), home)
-    scored = await _judge(box, scoring)
+    scored = await _judge(box, home, scoring)
     scored.changed, scored.refused = diff.paths[:200], dict(list(diff.refused.items())[:200])
     return scored
 
@@ -140,31 +138,29 @@ async def _open(boxes: Boxes, job: str, rollout: str, task: Task, scoring: Scori
     return await boxes.create(f"{rollout}-score-{random.getrandbits(48):x}", plain, labels, [*layers, scoring.tests_layer])
 
 
-async def _judge(box: Sandbox, scoring: Scoring) -> Scored:
+async def _judge(box: Sandbox, home: str, scoring: Scoring) -> Scored:
     """Runs and controls, each in a copy of its own, none of which can tell which it is."""
     jobs: list[tuple[list[str], bool]] = [(scoring.argv, False)] * scoring.repeats + [(control.argv, True) for control in scoring.controls]
     places = [box, *(await box.fork(len(jobs) - 1, labels=box.info.labels) if len(jobs) > 1 else [])]
     random.SystemRandom().shuffle(places)
     whole = fingerprint(await _archive(box, scoring.tests_dir)) if scoring.tests_layer else {}
 
-    async def one(place: Sandbox, argv: list[str], control: bool) -> tuple[GraderRun, ExecResult, bool]:
-        result = await place.exec(argv, user=scoring.user, timeout=scoring.timeout, output_bytes=max(4096, OUTPUT))
+    async def one(place: Sandbox, argv: list[str], control: bool) -> tuple[GraderRun, bool]:
+        result = await place.exec(argv, cwd=home, user=scoring.user, timeout=scoring.timeout, output_bytes=max(4096, OUTPUT))
         same = not scoring.tests_layer or fingerprint(await _archive(place, scoring.tests_dir)) == whole
         damaged = (await place.refresh()).health is Health.DAMAGED
         output, _ = clip(result.stdout + result.stderr, 0, 0, OUTPUT)
         run = GraderRun(ending=result.ending.value, exit_code=result.exit_code, seconds=result.duration, control=control, output=output)
-        return run, result, same and not damaged
+        return run, same and not damaged
 
     try:
         done = await asyncio.gather(*(one(place, argv, control) for place, (argv, control) in zip(places, jobs, strict=True)))
-    except GONE:
-        raise
-    except DSecError as error:
+    except NEVER_RAN as error:
         return Scored(verdict=Verdict.GRADER_ERROR, reward=None, detail=f"{error.code}: {error.message}")
-    return verdict(scoring, [run for run, _, _ in done], [result for _, result, _ in done], all(whole for _, _, whole in done))
+    return verdict(scoring, [run for run, _ in done], all(same for _, same in done))
 
 
-def verdict(scoring: Scoring, runs: list[GraderRun], results: list[Any], whole: bool) -> Scored:
+def verdict(scoring: Scoring, runs: list[GraderRun], whole: bool) -> Scored:
     """What the runs amount to. `whole`: the tests and the sandboxes are what they were."""
     graded = [run for run in runs if not run.control]
     passes = sum(run.exit_code == 0 and run.ending == Ending.EXITED.value for run in graded)
@@ -181,6 +177,3 @@ def verdict(scoring: Scoring, runs: list[GraderRun], results: list[Any], whole: 
     elif passes:
         said.detail = f"flaky: {passes} of {len(graded)} runs passed"
     return said
-
-
-__all__ = ["Lost", "gone", "prepare", "score", "verdict"]

@@ -88,9 +88,8 @@ async def run(state: Path, listen: str, name: str) -> int:
 
 
 async def _until(stopping: asyncio.Event, service: Service) -> None:
-    waiting = asyncio.create_task(stopping.wait())
-    await asyncio.wait({waiting, service.failure}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
+    service.failure.add_done_callback(lambda _: stopping.set())
+    await stopping.wait()
     if service.failure.done():
         await service.failure
 

@@ -192,12 +192,15 @@ class Service:
         job = self.job(id)
         limit = max(1, min(limit, SAMPLES_MAX))
         found = self.store.index.finished(id, after, limit)
-        if not found and wait > 0:
+        if not found and wait > 0 and self._left(id):
             await self._until(id, after, min(wait, WAIT_MAX))
             found = self.store.index.finished(id, after, limit)
         samples = [self._sample(job, cursor, rollout, whole) for cursor, rollout in found]
-        counts = self.store.index.counts(id)
-        return Samples(samples=samples, cursor=found[-1][0] if found else after, left=counts["queued"] + counts["running"])
+        return Samples(samples=samples, cursor=found[-1][0] if found else after, left=self._left(id))
+
+    def _left(self, job: str) -> int:
+        counts = self.store.index.counts(job)
+        return counts["queued"] + counts["running"]
 
     async def _until(self, job: str, after: int, seconds: float) -> None:
         loop = asyncio.get_running_loop()
