@@ -171,6 +171,18 @@ async def execs(client: DSecClient, name: str, n: int) -> list[float]:
     return took
 
 
+async def loops(client: DSecClient, name: str, n: int) -> float:
+    """In each sandbox of `name` `n` shell commands one after another, in all sandboxes at once. Gives commands per second."""
+
+    async def one(sandbox: Sandbox) -> None:
+        for _ in range(n):
+            await sandbox.run_shell("true", check=True)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one(sandbox) for sandbox in held[name]))
+    return n * len(held[name]) / (time.perf_counter() - began)
+
+
 async def at_once(client: DSecClient, name: str, n: int, seconds: float) -> dict[str, Any]:
     """`n` commands that all run at the same time."""
     boxes = held[name]
@@ -217,7 +229,7 @@ async def memory(client: DSecClient) -> dict[str, int]:
 
 
 JOBS: dict[str, Callable[..., Awaitable[Any]]] = {
-    f.__name__: f for f in (create, batch, creates, churn, hold, release, execs, at_once, stream_out, stream_in, memory)
+    f.__name__: f for f in (create, batch, creates, churn, hold, release, execs, loops, at_once, stream_out, stream_in, memory)
 }
 
 

@@ -205,7 +205,6 @@ class Context:
         return await self._command(self._op(), Command(op=0, id="", sandbox="", argv=list(argv), stdin=stdin, env=env or {}), timeout)
 
     async def _command(self, op: int, wanted: Command, timeout: float | None) -> Observed:
-        began = time.perf_counter()
         events = self._ops.pop(op, [])
         command = next((event for event in events if isinstance(event, Command)), None)
         seen = next((event for event in events if isinstance(event, Observed)), None)
@@ -216,6 +215,7 @@ class Context:
         if seen is None:
             self._check()
             box = await self.box()
+            began = time.perf_counter()
             if command is None:
                 limit = timeout or self.task.limits.command_seconds
                 left = self._tree.left()

@@ -176,8 +176,7 @@ class Endpoint:
             return "completions", {**body, "return_token_ids": True}
         messages = [_wire(message) for message in request.messages]
         if self.spec.logprobs:
-            body["logprobs"] = True
-            body["return_token_ids"] = True
+            body.update(logprobs=True, top_logprobs=1, return_token_ids=True)
         if request.tools:
             body["tools"] = request.tools
         if so_far.pieces:
@@ -201,7 +200,7 @@ class Endpoint:
             if text or choice.get("token_ids"):
                 piece.pieces += 1
             piece.text += text
-            piece.tokens += choice.get("token_ids") or []
+            piece.tokens += choice.get("token_ids") or _ids(choice.get("logprobs"))
             piece.prompt_tokens = piece.prompt_tokens or choice.get("prompt_token_ids") or []
             piece.logprobs += _logprobs(choice.get("logprobs"))
             for call in delta.get("tool_calls") or []:
@@ -247,6 +246,13 @@ def read_message(wire: dict[str, Any]) -> Message:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a message: {error}") from error
+
+
+def _ids(given: Any) -> list[int]:
+    """Token ids where an endpoint says them beside the log-probabilities (llama.cpp)."""
+    entries = given.get("content") if isinstance(given, dict) else None
+    ids = [entry.get("id") for entry in entries or [] if isinstance(entry, dict)]
+    return [id for id in ids if isinstance(id, int)]
 
 
 def _logprobs(given: Any) -> list[float]:
