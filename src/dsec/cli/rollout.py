@@ -28,10 +28,10 @@ ROLLOUT = typer.Argument(help="Id of a rollout, or its beginning.")
 def serve(
     listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="On loopback; port 0 takes a free one.")] = None,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="Where trajectories are kept.")] = None,
-    name: Annotated[str, typer.Option(help="Of the service, on the labels of its sandboxes.")] = "default",
+    name: Annotated[str | None, typer.Option(help="On the labels of its sandboxes; else one of its own.")] = None,
 ) -> None:
     """Serve rollouts on the node that the SDK finds, until a signal. What runs then goes on with the next one."""
-    command = [sys.executable, "-m", "dsec.rollout.serve", "--name", name]
+    command = [sys.executable, "-m", "dsec.rollout.serve", *(["--name", name] if name else [])]
     command += ["--listen", listen] if listen else []
     command += ["--state", str(state)] if state else []
     os.execv(command[0], command)

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -106,6 +107,15 @@ def _bind(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
+def _own_name(state: Path) -> str:
+    """Made once: two services on one node must not take each other's sandboxes for their own."""
+    file = state / "name"
+    if not file.exists():
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.write_text(secrets.token_hex(6))
+    return file.read_text().strip()
+
+
 def default_state() -> Path:
     """Where the service of this machine keeps its log."""
     return Path(os.environ.get("DSEC_STATE") or "/var/lib/dsec") / "rollout"
@@ -116,12 +126,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dsec rollout serve")
     parser.add_argument("--state", type=Path, default=default_state())
     parser.add_argument("--listen", default=DEFAULT_LISTEN)
-    parser.add_argument("--name", default="default")
+    parser.add_argument("--name", help="on the labels of its sandboxes; else one of its own, kept in the state directory")
     asked = parser.parse_args(argv)
     logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel("WARNING")  # a line a request
     try:
-        return uvloop.run(run(asked.state, asked.listen, asked.name))
+        return uvloop.run(run(asked.state, asked.listen, asked.name or _own_name(asked.state)))
     except (DSecError, InUse, ValueError, OSError) as error:
         print(f"dsec rollout: {error}", file=sys.stderr)
         return 1

@@ -40,6 +40,7 @@ log = logging.getLogger("dsec.rollout")
 STEPS_KEPT = 100_000
 WAIT_MAX = 30.0
 SAMPLES_MAX = 256
+REPLY_MAX = 32 << 20  # bytes of events in one reply, but for a single sample
 
 
 class Service:
@@ -195,8 +196,14 @@ class Service:
         if not found and wait > 0 and self._left(id):
             await self._until(id, after, min(wait, WAIT_MAX))
             found = self.store.index.finished(id, after, limit)
-        samples = [self._sample(job, cursor, rollout, whole) for cursor, rollout in found]
-        return Samples(samples=samples, cursor=found[-1][0] if found else after, left=self._left(id))
+        samples: list[Sample] = []
+        size = 0
+        for cursor, rollout in found:
+            size += sum(place.size for place in self.store.index.places(rollout))
+            if samples and size > REPLY_MAX:
+                break  # the next call gives it
+            samples.append(self._sample(job, cursor, rollout, whole))
+        return Samples(samples=samples, cursor=samples[-1].cursor if samples else after, left=self._left(id))
 
     def _left(self, job: str) -> int:
         counts = self.store.index.counts(job)
