@@ -18,11 +18,11 @@ os.environ["MSWEA_SILENT_STARTUP"] = "1"
 wire = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the package prints is no message
 
-import yaml  # type: ignore[import-untyped] # noqa: E402
-from minisweagent import package_dir  # type: ignore[import-not-found] # noqa: E402
-from minisweagent.agents.default import DefaultAgent  # type: ignore[import-not-found] # noqa: E402
-from minisweagent.exceptions import Submitted  # type: ignore[import-not-found] # noqa: E402
-from minisweagent.models.utils.actions_text import (  # type: ignore[import-not-found] # noqa: E402
+import yaml  # noqa: E402
+from minisweagent import package_dir  # noqa: E402
+from minisweagent.agents.default import DefaultAgent  # noqa: E402
+from minisweagent.exceptions import Submitted  # noqa: E402
+from minisweagent.models.utils.actions_text import (  # noqa: E402
     format_observation_messages,
     parse_regex_actions,
 )
