@@ -142,6 +142,10 @@ class Context:
         async def attempt() -> None:
             if answer.finish is not None:
                 return
+            limit = (request.sampling or job.policy.spec.sampling).max_tokens
+            if limit is not None and answer.generated >= limit:
+                answer.finish = "length"  # all of it had come but its end
+                return
             if answer.pieces or answer.text:
                 if request.tools or job.policy.spec.continuation is Continuation.RESTART:
                     answer.__dict__.update(Answer().__dict__)
