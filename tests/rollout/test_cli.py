@@ -33,7 +33,7 @@ def test_run_look_and_export(dsec_rollout: Run, tmp_path: Path, busybox_image: s
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^\w{20}  hello +[012] +ended  done", done.stdout, re.M)) == 3
     listed = json.loads(dsec_rollout("ls", "cli-one", "--json").stdout)
-    assert {info["state"] for info in listed} == {"ended"} and "cli-one" in dsec_rollout("ls").stdout
+    assert {info["state"] for info in listed} == {"ended"}
     shown = dsec_rollout("show", listed[0]["id"][:12]).stdout
     for text in ("greet [bold]me", "echo hel\\x1b[31mlo", "exited 0", "ended: done", "greeted"):
         assert text in shown, shown
@@ -46,7 +46,7 @@ def test_run_look_and_export(dsec_rollout: Run, tmp_path: Path, busybox_image: s
     agent = [step for step in atif["steps"] if step["source"] == "agent"]
     assert atif["schema_version"].startswith("ATIF-") and agent[0]["tool_calls"][0]["arguments"]["command"].startswith("echo hel")
     assert "[exited 0]" in agent[0]["observation"]["results"][0]["content"]
-    assert dsec_rollout("show", "nosuch").returncode == 125 and dsec_rollout("run").returncode == 2
+    assert dsec_rollout("show", "nosuch").returncode == 125
 
 
 def test_an_interrupted_run_is_resumed(dsec_rollout: Run, service: ServiceProcess, node: Node, tmp_path: Path, busybox_image: str) -> None:
@@ -61,6 +61,6 @@ def test_an_interrupted_run_is_resumed(dsec_rollout: Run, service: ServiceProces
     first.wait()
     done = dsec_rollout("resume", "cli-two")
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
-    (info,) = json.loads(dsec_rollout("ls", "cli-two", "--json").stdout)
-    assert "[exited 0]" in dsec_rollout("export", info["id"], "--format", "atif").stdout
-    assert json.loads(dsec_rollout("show", info["id"], "--json").stdout)[-1]["answer"] == "done"
+    (id,) = re.findall(r"^(\w{20})  ", done.stdout, re.M)
+    events = json.loads(dsec_rollout("show", id, "--json").stdout)
+    assert events[-1]["answer"] == "done" and [event["stdout"].strip() for event in events if event["kind"] == "observed"] == ["1"], "it ran once"

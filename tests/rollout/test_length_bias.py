@@ -74,7 +74,7 @@ def test_the_statistic_tells_distributions_apart() -> None:
 
 
 async def test_preemption_does_not_favour_short_answers(own_service: ServiceProcess) -> None:
-    found = await compare(own_service, 300)
+    found = await compare(own_service, 200)
     assert found["continued"] < 1.63 < found["restarted"] and found["mean restarted"] < 0.8 * found["mean"], found
 
 
