@@ -79,6 +79,8 @@ struct sub {                           // a reply that takes more than one frame
   uint64_t at[2];                      // ATTACH: next offset of each stream; LIST: position
 };
 
+struct asker { struct asker *next; struct conn *conn; uint32_t request; };   // one of several that wait for the same thing
+
 struct conn {
   struct source src;
   struct conn *prev, *next, *next_pump;
@@ -91,7 +93,7 @@ struct conn {
   const uint8_t *feed;
   size_t feed_left;
   uint32_t subscribe_request;
-  uint8_t hello, subscribed, last, closed, pumping, held; // last: close when all is sent; held: a FILE frame waits for that
+  uint8_t hello, subscribed, last, closed, pumping, held; // last: close when all is sent; held: its frame waits (for that, or hold.c)
 };
 extern struct conn *conns;
 
@@ -103,7 +105,11 @@ void conn_ok(struct conn *c, uint32_t request);
 void conn_error(struct conn *c, uint32_t request, const char *code, int err, const char *format, ...) __attribute__((format(printf, 5, 6)));
 void conn_fed(struct conn *c);                             // its STDIN frame is done: read on
 void conn_close(struct conn *c);
+int asker_add(struct asker **list, struct conn *c, uint32_t request);        // -1: no memory
+int asker_next(struct asker **list, struct asker *a);      // takes one off; 0: none is left. Its connection may be gone: NULL
+void asker_forget(struct asker *list, const struct conn *c);
 void conn_pump_soon(struct conn *c);
+void conns_release(void);                                  // frames that were held are served
 void conns_pump(void);
 int conns_waiting(void);                                   // some connection has work that needs no event
 int conn_flush(struct conn *c, int wait_ms);               // only while the sandbox ends
@@ -113,12 +119,19 @@ void subs_started(struct command *cmd);                    // its program runs
 void subs_failed(struct command *cmd, const struct fault *f); // it never will
 struct buf reply_buf(void);                                // a small reply under construction; one at a time
 
+// hold.c: what starts something inside waits while memory is copied
+int hold(struct conn *c, uint8_t type, uint32_t request, const uint8_t *payload, size_t size); // 1: it waits, or was refused
+void hold_begin(void);
+void hold_end(void);
+void hold_forget(const struct conn *c);
+
 // pump.c: produces what a sub still owes. 1: more at once, 0: nothing now, -1: it is complete
 int sub_pump(struct sub *sub);
 void record_frame(struct conn *c, uint8_t type, uint32_t request, const struct command *cmd, int with_inline);
 void log_reply(struct conn *c, uint32_t request, struct command *cmd, int which, uint64_t offset, uint64_t length);
 
 // request.c --------------------------------------------------------------------------------------------------------------------------
+int left_because(const char *cause);                       // R_*, 0: no such cause
 void request_handle(struct conn *c, uint8_t type, uint32_t request, const uint8_t *payload, size_t size);
 
 struct request {                       // decoded fields of one request; text points into its payload
@@ -127,7 +140,7 @@ struct request {                       // decoded fields of one request; text po
   const char **argv, **env;            // NULL terminated
   size_t argc, envc;
   uint64_t flags, rows, cols, timeout_ns, signal, scope, stream, offset, offset_err, length, follow, deadline_ns, idle_ns, auto_pause_ns;
-  uint64_t log_head, log_tail, major, minor;
+  uint64_t log_head, log_tail, major, minor, goes_on;
   const uint8_t *bytes;
   size_t nbytes;
   uint64_t present;                    // bit of each optional integer, see request.c
@@ -149,6 +162,7 @@ struct command {
   struct command *prev, *next, *next_hash;
   int refs;                            // being live, lingering, or a session's sink, and one for each sub
   uint8_t state, stop, shell, pty, group, left, saved; // stop: X_STOP_*; group: it has a cgroup; left: in the list of left pipes
+  uint8_t kept;                        // it goes on when another supervisor takes the sandbox up
   uint8_t ended_by;                    // R_ROLLED_BACK, R_HIBERNATED: the verdict is not about this command alone
   uint8_t verdict, forced;             // an END_* that we caused; forced: whatever the process's own status was
   uint64_t definition;
@@ -160,6 +174,7 @@ struct command {
   pid_t pid;
   struct conn *feeder;                 // a connection whose STDIN frame waits
   uint64_t started, timeout_ns, deadline, grace, oom_before, pids_before; // CLOCK_MONOTONIC; counters at its start
+  uint64_t left_ns;                    // restored: until its deadline, from when it runs
   uint64_t in_pipe;                    // inode of the pipe that was its stdin, 0: there was none
   uint64_t traced;                     // when to look again for whoever keeps its process from dying, 0: not at all
   int disk_seen, eof_in, draining;     // disk was full while it ran; close stdin when the feeder is done; in command_drain
@@ -226,6 +241,7 @@ void session_signal(struct command *cmd, int signal);
 uint64_t sessions_tick(void);
 void sessions_end(void);
 int session_at(size_t i, const char **name, int *busy);    // listing; 0: no more
+int32_t session_idle(size_t i);                            // pid of the shell of the i-th in which nothing runs; 0: no more
 
 // group.c ----------------------------------------------------------------------------------------------------------------------------
 int group_make(const char *name, struct fault *f);         // directory descriptor of a new group below the sandbox's
@@ -241,14 +257,26 @@ void groups_end(void);
 
 // snapshot.c -------------------------------------------------------------------------------------------------------------------------
 void snapshot_start(struct conn *c, struct request *r);
+void snapshot_leave(struct conn *c, struct request *r);    // LEAVE that keeps the running commands
 void snapshots_forget(const struct conn *c);               // it is gone, and with it who would use them
 void snapshots_end(void);
+uint64_t snapshots_tick(void);
 int snapshot_under_way(void);
 void snapshot_thaw(void);                                  // everything goes on: at once, or when the copy in the making is made
 int snapshot_freeze(struct fault *f);                      // 0: nothing inside runs; blocks
 
-// checkpoint.c: the memory of all running commands, while nothing inside runs. Called by the process that takes the snapshot
-int checkpoint_take(const char *dir, struct fault *f);
+// inside.c: what can be seen of the processes inside from here
+#define MOST_PIDS 4096                 // of one sandbox that is looked at
+struct seen { int32_t pid, parent, inner; int depth; char name[17]; };  // depth: pid namespaces from ours down to its own
+int process_look(int32_t pid, struct seen *p);          // -1: it is gone
+int process_confined(int32_t pid);                         // it is in the sandbox and no thread has more rights than a command's; or gone
+int inside_confined(void);                                 // so are all
+int inside_copyable(int32_t *highest, struct fault *f);    // the processes that run can all go on elsewhere; highest: pid inside
+int refuse_copy(struct fault *f, const char *who, const char *why);
+int command_runs(const struct command *cmd);
+
+// checkpoint.c: the memory of all running commands, at most `most` bytes, while nothing inside runs. Called by the process that takes the snapshot
+int checkpoint_take(const char *dir, uint64_t most, struct fault *f);
 struct memory {                        // DIR/<command>/command: what the other aether has to know
   uint32_t magic, pid;                 // pid: inside
   struct record rec;
@@ -256,10 +284,17 @@ struct memory {                        // DIR/<command>/command: what the other 
   uint64_t pipe[3];                    // inodes of stdin, stdout, stderr; 0: not a pipe of ours
   int32_t last_pid;
   uint8_t shell, stop, input, cpu_class; // input: its stdin can still be written
+  uint64_t total[2], room[2];          // of the logs, when the sandbox itself goes on
 };
-#define MEMORY_MAGIC 0x316d6564        // "dem1"
+#define MEMORY_MAGIC 0x326d6564        // "dem2"
 #define MEMORY_FILE "command"
 #define INPUT_FILE "input"             // what was in the pipe of its stdin
+#define KEPT_FILE "complete"           // DIR/complete: the sandbox was hibernated with this memory, and has not run since
+
+int checkpoint_sync(const char *dir, struct fault *f);     // it is on the disk
+
+// keep.c: after that, in the supervisor
+int keep_all(const char *dir, struct fault *f);            // its commands are not ended by the supervisor's leaving, but kept
 
 uint64_t pipe_inode(int fd);            // 0: it is no pipe
 uint8_t *number_in(uint8_t *p, uint8_t *end, const unsigned *path); // in a message of protobuf: fields from the outside in, 0 at the end
@@ -268,7 +303,7 @@ uint8_t *number_in(uint8_t *p, uint8_t *end, const unsigned *path); // in a mess
 int images_wipe(int dir, int32_t pid, int32_t inner, struct fault *f);
 
 // restore.c: commands that go on in this sandbox, which is new
-void restore_start(struct conn *c, struct request *r);
+void restore_start(struct conn *c, struct request *r);     // also of this sandbox itself, which was hibernated
 void restore_forget(const struct conn *c);
 uint64_t restore_tick(void);
 
@@ -295,5 +330,6 @@ void reclaim_forget(const struct conn *c);
 // helper.c ---------------------------------------------------------------------------------------------------------------------------
 void helper_start(struct conn *c, uint32_t request, const uint8_t *payload, size_t size);
 uint64_t helpers_tick(void);
+void helpers_stop(int on);                                 // they stand still; or go on
 void helpers_end(void);
 #endif

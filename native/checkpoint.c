@@ -19,119 +19,9 @@
 #include "node.h"
 #include "util.h"
 
-#define MOST_PIDS 4096
 #define DUMP_MS 60000
 #define GHOSTS "256M"                 // of a file that is open and has no name any more
 #define KERNEL_FILE "criu.kdat"
-
-struct process { int32_t pid, parent, inner; int depth; char name[17]; };
-
-// 0, or -1 when it is gone. depth: pid namespaces from ours down to its own.
-static int look(int32_t pid, struct process *p) {
-  char path[48], text[4096];
-  *p = (struct process){.pid = pid};
-  snprintf(path, sizeof path, "/proc/%d/status", pid);
-  if (read_at(AT_FDCWD, path, text, sizeof text) < 0) return -1;
-  char *parent = strstr(text, "\nPPid:\t"), *spaces = strstr(text, "\nNSpid:"), *end = spaces ? strchr(spaces + 1, '\n') : NULL;
-  if (!parent || !end) return -1;
-  sscanf(text, "Name:\t%16[^\n]", p->name);
-  for (char *c = p->name; *c; c++)
-    if (*c < ' ' || *c > '~') *c = '?';
-  p->parent = atoi(parent + 7);
-  *end = 0;
-  for (char *c = spaces + 7; *c == '\t'; c += strcspn(c, "\t")) {
-    p->inner = atoi(++c);
-    p->depth++;
-  }
-  return 0;
-}
-
-static int refuse(struct fault *f, const char *who, const char *why) {
-  return fault_set(f, "checkpoint_failed", 0, "%s cannot be copied with its memory: %s", who, why);
-}
-
-static int below(const struct process *p, pid_t root) {
-  struct process up = *p;
-  for (int i = 0; i < 256; i++) {
-    if (up.pid == root) return 1;
-    if (up.parent <= 1 || up.parent == A.s->init || look(up.parent, &up)) return 0;
-  }
-  return 0;
-}
-
-static int running(const struct command *cmd) { return cmd->state == C_RUNNING || cmd->state == C_QUEUED; }
-
-// Commands that cannot go on.
-static int check_commands(struct fault *f) {
-  char who[64];
-  for (const struct command *cmd = A.live; cmd; cmd = cmd->next) {
-    if (!running(cmd)) continue;
-    snprintf(who, sizeof who, "command %s", cmd->rec.command);
-    if (cmd->session) return refuse(f, who, "it runs in a named session");
-    if (cmd->pty) return refuse(f, who, "it has a terminal");
-    if (exec_starting(cmd)) return fault_set(f, "unavailable", 0, "%s is being started", who);
-  }
-  return 0;
-}
-
-// The highest id inside of a process's threads: where pids have begun again from the low ones it is not the one that was given last.
-static int32_t highest_of(int32_t pid) {
-  char path[48];
-  struct process p;
-  int32_t highest = 0;
-  snprintf(path, sizeof path, "/proc/%d/task", pid);
-  DIR *d = opendir(path);
-  if (!d) return 0;
-  for (struct dirent *e; (e = readdir(d));)
-    if (e->d_name[0] != '.' && !look(atoi(e->d_name), &p) && p.inner > highest) highest = p.inner;
-  closedir(d);
-  return highest;
-}
-
-// Every process inside is PID 1, an idle session's, or of the tree of a running command.
-static int check_processes(int32_t *highest, struct fault *f) {
-  static int32_t all[MOST_PIDS], idle[MOST_PIDS];
-  char name[ID_SIZE + 4], who[64];
-  const char *session;
-  int busy;
-  size_t n = group_pids("", all, MOST_PIDS);
-  if (n == MOST_PIDS) return refuse(f, "this sandbox", "it has too many processes");
-  for (size_t i = 0; session_at(i, &session, &busy); i++) {
-    snprintf(name, sizeof name, "s.%.31s", session);
-    size_t k = group_pids(name, idle, MOST_PIDS);
-    for (size_t j = 0; j < k; j++)
-      for (size_t m = 0; m < n; m++)
-        if (all[m] == idle[j]) all[m] = 0;
-  }
-  for (size_t i = 0; i < n; i++) {
-    struct process p;
-    if (!all[i] || all[i] == A.s->init || look(all[i], &p) || p.depth < 2) continue; // our own helpers are not in its pid namespace
-    snprintf(who, sizeof who, "process %d (%s)", p.inner, p.name);
-    if (p.depth > 2) return refuse(f, who, "it has a pid namespace of its own");
-    int found = 0;
-    for (const struct command *cmd = A.live; cmd && !found; cmd = cmd->next) found = running(cmd) && below(&p, cmd->pid);
-    if (!found) return refuse(f, who, "it belongs to no running command, as it left the one that started it");
-    int32_t own = highest_of(p.pid);
-    if (own > *highest) *highest = own;
-  }
-  return 0;
-}
-
-// On an overlay criu takes the name of a unix socket for one that was removed, and nobody could connect any more.
-static int check_sockets(struct fault *f) {
-  char line[512], path[160], who[200];
-  FILE *all = fopen("/proc/self/net/unix", "re");        // we are in its network namespace
-  if (!all) return fault_host(f, errno, "list the sockets of the sandbox");
-  while (!f->code && fgets(line, sizeof line, all)) {
-    if (sscanf(line, "%*s %*s %*s %*s %*s %*s %*s %159[^\n]", path) != 1 || *path == '@' || !strncmp(line, "Num", 3)) continue;
-    for (char *c = path; *c; c++)
-      if (*c < ' ' || *c > '~') *c = '?';
-    snprintf(who, sizeof who, "the socket %s", path);
-    refuse(f, who, "its name is a file");
-  }
-  fclose(all);
-  return f->code ? -1 : 0;
-}
 
 uint64_t pipe_inode(int fd) {
   struct stat st;
@@ -172,7 +62,7 @@ static int wait_for(const char *command, pid_t pid, int pidfd, int log, struct f
   if (ready <= 0) return fault_set(f, "checkpoint_failed", 0, "%s was not copied within %d s, and may be damaged", who, DUMP_MS / 1000);
   if (!status) return 0;
   criu_reason(log, why, sizeof why);
-  return refuse(f, who, why);
+  return refuse_copy(f, who, why);
 }
 
 uint8_t *number_in(uint8_t *p, uint8_t *end, const unsigned *path) {
@@ -223,14 +113,18 @@ static int about_kernel(int dir, struct fault *f) {
   return n > 0 ? 0 : -1;
 }
 
-// What restores them is root of the sandbox and nobody on the host.
-static int hand_over(int dir, struct fault *f) {
+// What restores them is root of the sandbox and nobody on the host. What they take is taken off `most`.
+static int hand_over(int dir, uint64_t *most, struct fault *f) {
+  struct stat st;
   int copy = openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad = 0;
   DIR *d = copy < 0 ? NULL : fdopendir(copy);
   uint32_t base = A.s->spec.uid_base;
   if (!d) { close_fd(&copy); return fault_host(f, errno, "list the images"); }
-  for (struct dirent *e; !bad && (e = readdir(d));)
-    if (e->d_type == DT_REG) bad = fchmodat(dir, e->d_name, 0600, 0) || fchownat(dir, e->d_name, base, base, AT_SYMLINK_NOFOLLOW);
+  for (struct dirent *e; !bad && (e = readdir(d));) {
+    if (e->d_type != DT_REG) continue;
+    bad = fchmodat(dir, e->d_name, 0600, 0) || fchownat(dir, e->d_name, base, base, AT_SYMLINK_NOFOLLOW) || fstatat(dir, e->d_name, &st, 0);
+    if (!bad) *most -= (uint64_t)st.st_size < *most ? (uint64_t)st.st_size : *most;
+  }
   bad = bad || fchown(dir, base, base);
   if (bad) fault_host(f, errno, "hand the images over");
   closedir(d);
@@ -260,41 +154,63 @@ static int describe(const struct command *cmd, int dir, int32_t inner, int32_t l
 static int wipe(const struct command *cmd, int dir, struct fault *f) {
   static int32_t pids[MOST_PIDS];
   char group[ID_SIZE + 4];
-  struct process p;
+  struct seen p;
   if (!command_group(cmd, group)) return 0;
   size_t n = group_pids(group, pids, MOST_PIDS);
   for (size_t i = 0; i < n; i++)
-    if (!look(pids[i], &p) && images_wipe(dir, pids[i], p.inner, f)) return -1;
+    if (!process_look(pids[i], &p) && images_wipe(dir, pids[i], p.inner, f)) return -1;
   return 0;
 }
 
-static int dump(const struct command *cmd, const char *where, int32_t highest, struct fault *f) {
+static int dump(const struct command *cmd, const char *where, int32_t highest, uint64_t *most, struct fault *f) {
   char path[4200], pid[16], group[32];
   struct memory m = {0};
-  struct process p;
+  struct seen p;
   int pidfd = -1;
   snprintf(path, sizeof path, "%s/%s", where, cmd->rec.command);
-  if (look(cmd->pid, &p)) return fault_set(f, "unavailable", 0, "command %s ended meanwhile", cmd->rec.command);
+  if (process_look(cmd->pid, &p)) return fault_set(f, "unavailable", 0, "command %s ended meanwhile", cmd->rec.command);
   if (mkdir(path, 0700)) return fault_host(f, errno, "make %s", path);
   int log = memfd_create("log", MFD_CLOEXEC), dir = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad = log < 0 || dir < 0;
   if (bad) fault_host(f, errno, "open %s", path);
   snprintf(pid, sizeof pid, "%d", p.inner);
   snprintf(group, sizeof group, "/proc/self/fd/%d", CRIU_GROUP);
   const char *const args[] = {"dump", "-t", pid, "--leave-running", "--freeze-cgroup", group, "--network-lock", "skip", "--ghost-limit", GHOSTS, "--file-locks", NULL};
-  struct criu c = {.args = args, .images = path, .log = log};
+  struct criu c = {.args = args, .images = path, .log = log, .most = *most};
   pid_t criu = bad ? -1 : criu_start(A.s, &c, &pidfd, f);
   bad = criu < 0 || wait_for(cmd->rec.command, criu, pidfd, log, f) || same_user_namespace(dir, p.inner, f) || about_kernel(dir, f) || wipe(cmd, dir, f) ||
-        stdin_of(cmd, dir, &m, f) || hand_over(dir, f) || describe(cmd, dir, p.inner, c.last_pid > highest ? c.last_pid : highest, &m, f);
+        stdin_of(cmd, dir, &m, f) || hand_over(dir, most, f) || describe(cmd, dir, p.inner, c.last_pid > highest ? c.last_pid : highest, &m, f);
   close_fd(&pidfd);
   close_fd(&log);
   close_fd(&dir);
   return bad ? -1 : 0;
 }
 
-int checkpoint_take(const char *dir, struct fault *f) {
-  int32_t highest = 0;
-  if (check_commands(f) || check_processes(&highest, f) || check_sockets(f)) return -1;
+int checkpoint_sync(const char *where, struct fault *f) {
+  int root = open(where, O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad = root < 0;
+  for (const struct command *cmd = A.live; !bad && cmd; cmd = cmd->next) {
+    if (!command_runs(cmd)) continue;
+    int dir = openat(root, cmd->rec.command, O_RDONLY | O_DIRECTORY | O_CLOEXEC), again = dir < 0 ? -1 : openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = again < 0 ? NULL : fdopendir(again);
+    bad = !d;
+    for (struct dirent *e; !bad && (e = readdir(d));) {
+      if (e->d_type != DT_REG) continue;
+      int fd = openat(dir, e->d_name, O_RDONLY | O_CLOEXEC);
+      bad = fd < 0 || fsync(fd);
+      close_fd(&fd);
+    }
+    bad = bad || fsync(dir);
+    if (d) closedir(d);
+    close_fd(&dir);
+  }
+  if (bad || fsync(root)) bad = fault_host(f, errno, "write the images in %s to the disk", where);
+  close_fd(&root);
+  return bad ? -1 : 0;
+}
+
+int checkpoint_take(const char *dir, uint64_t most, struct fault *f) {
+  int32_t highest;
+  if (inside_copyable(&highest, f)) return -1;
   for (const struct command *cmd = A.live; cmd; cmd = cmd->next)
-    if (running(cmd) && (dump(cmd, dir, highest, f) || snapshot_freeze(f))) return -1;
+    if (command_runs(cmd) && (dump(cmd, dir, highest, &most, f) || snapshot_freeze(f))) return -1;
   return 0;
 }

@@ -13,6 +13,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include "util.h"
 
 #define OOM_NS (1000 * MS)             // an OOM kill at most this long before a death by SIGKILL explains it
 #define DISK_LOOK_NS (50 * MS)         // how often we look for a command that shall stop when the disk is full
@@ -396,6 +397,17 @@ void commands_shift(uint64_t by) {
     if (cmd->state == C_RUNNING && cmd->deadline != NEVER) cmd->deadline += by;
 }
 
+// One that goes on elsewhere has no end that anybody hears of.
+static void reap(struct command *cmd, uint64_t until) {
+  siginfo_t info = {0};
+  do {
+    if (syscall(SYS_waitid, P_PIDFD, cmd->process.fd, &info, WEXITED | WNOHANG, NULL) || info.si_pid) break;
+    nap_us(500);
+    refresh();
+  } while (A.now < until);
+  loop_close(&cmd->process);
+}
+
 // The sandbox is dead. What runs is reaped (5 s for all is far more than a killed process needs), then everything is recorded.
 void commands_end(int lost) {
   uint64_t until = A.now + 5000 * MS;
@@ -412,13 +424,17 @@ void commands_end(int lost) {
   for (int again = 1; again;) {
     again = 0;
     for (struct command *cmd = A.live; cmd && !again; cmd = cmd->next) {
-      if (cmd->state == C_ENDED) continue;
+      if (cmd->state == C_ENDED || (cmd->kept && cmd->process.fd < 0)) continue;
       again = 1;
+      if (cmd->kept) { reap(cmd, until); continue; }
       if (cmd->state == C_RUNNING && cmd->process.fd >= 0) {
-        refresh();
-        struct pollfd p = {.fd = cmd->process.fd, .events = POLLIN};
-        int wait_ms = until > A.now ? (int)((until - A.now) / MS) + 1 : 0;
-        if (poll(&p, 1, wait_ms) > 0) on_process(&cmd->process, POLLIN);
+        for (;; nap_us(1000)) {        // a tracer inside holds it until it has died itself
+          refresh();
+          struct pollfd p = {.fd = cmd->process.fd, .events = POLLIN};
+          int wait_ms = until > A.now ? (int)((until - A.now) / MS) + 1 : 0;
+          if (poll(&p, 1, wait_ms) > 0) on_process(&cmd->process, POLLIN);
+          if (cmd->state != C_RUNNING || A.now >= until) break;
+        }
         if (cmd->state != C_RUNNING) continue;
         loop_close(&cmd->process);
         cmd->verdict = END_LOST;

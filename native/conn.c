@@ -120,6 +120,28 @@ int conn_flush(struct conn *c, int wait_ms) {
   return 0;
 }
 
+int asker_add(struct asker **list, struct conn *c, uint32_t request) {
+  struct asker *a = malloc(sizeof *a);
+  if (!a) return -1;
+  *a = (struct asker){*list, c, request};
+  *list = a;
+  return 0;
+}
+
+int asker_next(struct asker **list, struct asker *a) {
+  struct asker *first = *list;
+  if (!first) return 0;
+  *a = *first;
+  *list = first->next;
+  free(first);
+  return 1;
+}
+
+void asker_forget(struct asker *list, const struct conn *c) {
+  for (; list; list = list->next)
+    if (list->conn == c) list->conn = NULL;
+}
+
 // subs -------------------------------------------------------------------------------------------------------------------------------
 
 struct sub *sub_new(struct conn *c, struct command *cmd, uint32_t request, int kind) {
@@ -264,7 +286,7 @@ static void on_conn(struct source *src, uint32_t events) {
     if (c->closed) return;
     if (!conn_full(c)) {
       if (c->last) { conn_close(c); return; }
-      if (c->held) {                   // the FILE frame that waited for the socket
+      if (c->held) {                   // a frame that waited
         c->held = 0;
         handle(c);
         if (c->closed) return;
@@ -278,9 +300,19 @@ static void on_conn(struct source *src, uint32_t events) {
     for (int i = 0; i < 2 * FRAMES_PER_TURN && read_some(c); i++) {}
   else if (events & (EPOLLHUP | EPOLLERR | EPOLLRDHUP) && !(events & EPOLLIN)) {
     // the peer is gone; while its STDIN is being fed the bytes it sent still count, so only a dead socket ends that
-    if (!c->feeding || events & (EPOLLHUP | EPOLLERR)) conn_close(c);
+    if ((!c->feeding && !c->held) || events & (EPOLLHUP | EPOLLERR)) conn_close(c);
   }
   want(c);
+}
+
+void conns_release(void) {
+  for (struct conn *c = conns, *next; c; c = next) {
+    next = c->next;
+    if (!c->held || conn_full(c)) continue;
+    c->held = 0;
+    handle(c);
+    want(c);
+  }
 }
 
 void conn_fed(struct conn *c) {
@@ -299,6 +331,7 @@ static void unlink_conn(struct conn *c) {
   pause_forget(c);
   reclaim_forget(c);
   restore_forget(c);
+  hold_forget(c);
   while (c->subs) sub_drop(c->subs);
   if (c->pumping)
     for (struct conn **p = &pumps; *p; p = &(*p)->next_pump)

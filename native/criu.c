@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -21,7 +22,7 @@
 #include "node.h"
 #include "util.h"
 
-enum { AT_SANDBOX = 100, AT_ROOT, AT_IMAGES, AT_JOIN, AT_GROUP, AT_CACHE, AT_END = CRIU_PIPE };
+enum { AT_SANDBOX = 100, AT_ROOT, AT_IMAGES, AT_JOIN, AT_GROUP, AT_CACHE, AT_GATE, AT_PARENT, AT_END = CRIU_PIPE };
 _Static_assert((int)AT_GROUP == (int)CRIU_GROUP, "the arguments name it");
 #define HIGH 200                       // descriptors on their way to a fixed number wait above this
 #define LAST_PID "/proc/sys/kernel/ns_last_pid"
@@ -36,13 +37,16 @@ static void __attribute__((noreturn)) tell(int to, int kind, int value) {
   _exit(write(to, &r, sizeof r) == sizeof r ? 1 : 2);
 }
 
-static int place(const struct sandbox *s, const struct criu *c, int images, int report) {
-  int from[] = {s->box->null, c->log, c->log, s->init_fd, node.criu, images, node.join, s->cgroup_fd, node.cache, c->pipes[0], c->pipes[1], c->pipes[2]};
-  static const int to[] = {0, 1, 2, AT_SANDBOX, AT_ROOT, AT_IMAGES, AT_JOIN, AT_GROUP, AT_CACHE, AT_END, AT_END + 1, AT_END + 2};
+struct given { int images, parent, gate, report; };     // parent: pidfd of ours
+
+static int place(const struct sandbox *s, const struct criu *c, const struct given *g) {
+  int from[] = {s->box->null, c->log, c->log, s->init_fd, node.criu, g->images, node.join, s->cgroup_fd, node.cache,
+                g->gate >= 0 ? g->gate : s->box->null, g->parent, c->pipes[0], c->pipes[1], c->pipes[2]};
+  static const int to[] = {0, 1, 2, AT_SANDBOX, AT_ROOT, AT_IMAGES, AT_JOIN, AT_GROUP, AT_CACHE, AT_GATE, AT_PARENT, AT_END, AT_END + 1, AT_END + 2};
   int n = (int)(sizeof to / sizeof *to) - CRIU_PIPES + c->npipes;
   for (int i = 0; i < n; i++)
     if ((from[i] = fcntl(from[i], F_DUPFD_CLOEXEC, HIGH)) < 0) return -1;
-  int keep = fcntl(report, F_DUPFD_CLOEXEC, HIGH + 100);
+  int keep = fcntl(g->report, F_DUPFD_CLOEXEC, HIGH + 100);
   if (keep < 0) return -1;
   for (int i = 0; i < n; i++)
     if (dup2(from[i], to[i]) < 0) return -1;
@@ -61,14 +65,16 @@ static int cut_rights(void) {
   return 0;
 }
 
-// In the pid namespace.
-static void __attribute__((noreturn)) second(const struct sandbox *s, const struct criu *c, int images, int report) {
-  char text[32];
+// In the pid namespace. That it dies with us is join.c's to see to: what it does there with its rights would undo it.
+static void __attribute__((noreturn)) second(const struct sandbox *s, const struct criu *c, const struct given *g) {
+  char text[32], most[40];
+  int report = g->report;
   const char *argv[MOST_ARGS] = {"criu", "--preload", FD(103), "--inhibit-cache", "--library-path", FD(101) "/lib", FD(101) "/criu"};
   static const char *const fixed[] = {"-D", FD(102), "-v1", "--no-default-config", "--libdir", FD(101) "/plugins", "--unprivileged", "--manage-cgroups=ignore"};
-  static char *const env[][4] = {
-    {(char *)"XDG_RUNTIME_DIR=" FD(105), (char *)"GNUTLS_SYSTEM_PRIORITY_FILE=" FD(101) "/none", NULL},
+  char *const env[][4] = {
+    {(char *)"XDG_RUNTIME_DIR=" FD(105), (char *)"GNUTLS_SYSTEM_PRIORITY_FILE=" FD(101) "/none", most, NULL},
     {(char *)"XDG_RUNTIME_DIR=" FD(102), (char *)"GNUTLS_SYSTEM_PRIORITY_FILE=" FD(101) "/none", (char *)"DSEC_JOIN=user", NULL}};
+  snprintf(most, sizeof most, "DSEC_MOST=%llu", (unsigned long long)c->most);
   int last = open(LAST_PID, O_RDWR | O_CLOEXEC);
   if (last < 0) tell(report, R_FAULT, errno);
   if (c->restore && c->last_pid) {     // its helpers come behind it
@@ -85,8 +91,7 @@ static void __attribute__((noreturn)) second(const struct sandbox *s, const stru
   for (unsigned i = 0; i < sizeof fixed / sizeof *fixed; i++) argv[end++] = fixed[i];
   for (int i = 1; c->args[i] && end < MOST_ARGS - 1; i++) argv[end++] = c->args[i];
   if (!c->restore && cut_rights()) tell(report, R_FAULT, errno);
-  prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
-  if ((report = place(s, c, images, report)) < 0) _exit(2);
+  if ((report = place(s, c, g)) < 0) _exit(2);
   int ld = openat(AT_ROOT, "ld.so", O_RDONLY | O_CLOEXEC);
   if (ld < 0) tell(report, R_FAULT, errno);
   umask(077);
@@ -94,7 +99,8 @@ static void __attribute__((noreturn)) second(const struct sandbox *s, const stru
   tell(report, R_FAULT, errno);
 }
 
-static void __attribute__((noreturn)) first(struct sandbox *s, const struct criu *c, int images, int report) {
+static void __attribute__((noreturn)) first(struct sandbox *s, const struct criu *c, const struct given *g) {
+  int report = g->report;
   int spaces = CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | CLONE_NEWPID;
   sigset_t none;
   sigemptyset(&none);
@@ -108,27 +114,34 @@ static void __attribute__((noreturn)) first(struct sandbox *s, const struct criu
   struct clone_args a = {.flags = CLONE_PARENT | CLONE_CLEAR_SIGHAND};
   if (c->restore && c->last_pid) a.set_tid = (uint64_t)(uintptr_t)&beyond, a.set_tid_size = 1;
   pid_t pid = sys_clone3(&a);
-  if (!pid) second(s, c, images, report);
+  if (!pid) second(s, c, g);
   tell(report, pid < 0 ? R_FAULT : R_PID, pid < 0 ? errno : pid);
 }
 
 pid_t criu_start(struct sandbox *s, struct criu *c, int *pidfd, struct fault *f) {
-  int report[2];
+  int report[2] = {-1, -1}, gate[2] = {-1, -1};
   pid_t pid = -1;
   struct report r;
-  int images = open_tree(AT_FDCWD, c->images, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC), err = 0;
+  int images = open_tree(AT_FDCWD, c->images, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC), self = sys_pidfd_open(getpid()), err = 0;
   struct mount_attr ro = {.attr_set = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC};
-  if (images < 0 || (c->restore && mount_setattr(images, "", AT_EMPTY_PATH, &ro, sizeof ro)) || pipe2(report, O_CLOEXEC)) {
+  if (images < 0 || self < 0 || (c->restore && mount_setattr(images, "", AT_EMPTY_PATH, &ro, sizeof ro)) || pipe2(report, O_CLOEXEC) ||
+      (c->restore && socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, gate))) {
     fault_host(f, errno, "open the images in %s", c->images);
     close_fd(&images);
+    close_fd(&self);
+    close_fd(&report[0]);
+    close_fd(&report[1]);
     return -1;
   }
+  struct given given = {images, self, gate[1], report[1]};
   struct clone_args a = {.flags = c->restore ? CLONE_INTO_CGROUP : 0, .exit_signal = SIGCHLD, .cgroup = (uint64_t)(unsigned)c->group};
   pid_t starter = sys_clone3(&a);
-  if (!starter) first(s, c, images, report[1]);
+  if (!starter) first(s, c, &given);
   if (starter < 0) err = errno;
   close(report[1]);
   close(images);
+  close(self);
+  close_fd(&gate[1]);
   // the end of the pipe comes with the exec
   while (starter > 0 && read(report[0], &r, sizeof r) == sizeof r) {
     if (r.kind == R_PID) pid = r.value;
@@ -137,7 +150,9 @@ pid_t criu_start(struct sandbox *s, struct criu *c, int *pidfd, struct fault *f)
   }
   close(report[0]);
   while (starter > 0 && waitpid(starter, NULL, 0) < 0 && errno == EINTR) {}
+  c->gate = gate[0];
   if (!err && pid > 0 && (*pidfd = sys_pidfd_open(pid)) >= 0) return pid;
+  close_fd(&c->gate);
   if (pid > 0) {
     kill(pid, SIGKILL);
     waitpid(pid, NULL, 0);

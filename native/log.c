@@ -147,6 +147,18 @@ void log_evict(struct log *l) {
   if (l->file) l->evicted = 1;
 }
 
+int log_resume(struct log *l, uint64_t total, uint64_t room) {
+  struct stat st;
+  l->total = total;
+  if (!total) return 0;
+  l->file = 1;
+  l->room = room;
+  l->fd = openat(logs_dir, l->name, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (l->fd < 0 || fstat(l->fd, &st)) { freeze(l, 0); return -1; }
+  used += (uint64_t)st.st_size;
+  return 0;
+}
+
 void log_adopt(const char *command, int which) {
   char name[40];
   struct stat st;

@@ -34,6 +34,7 @@ void log_spill(struct log *l);                 // into a file even when it is sm
 // for records.c
 uint64_t log_budget(void);
 void log_charge(uint64_t n);                   // a record counts like a log, and makes the oldest logs go
+int log_resume(struct log *l, uint64_t total, uint64_t room);   // after log_init: of a command that ran before this supervisor; -1: its file is gone
 void log_adopt(const char *command, int which);                 // a file that an earlier supervisor wrote
 void log_remove(const char *command, int which);                // the file of an ended command, and its share of the budget
 

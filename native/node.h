@@ -138,6 +138,8 @@ struct criu {
   const char *images;                  // their directory
   int restore;                         // without any right on the host, in `group` and the limits of the sandbox, its tasks are our children
   int group, log;                      // log: what it says goes there
+  int gate;                            // restore: a byte comes when all tasks are there and stand still, and one is to be sent to let them go
+  uint64_t most;                       // dump: bytes of images
   int pipes[CRIU_PIPES], npipes;       // become CRIU_PIPE and following
   int32_t last_pid;                    // restore: pids from the next one on are criu's own, 0: as it comes; else what the sandbox gave last
 };

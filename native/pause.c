@@ -11,18 +11,14 @@
 #define LOOK_NS (2 * MS)
 #define RETRY_NS (60000 * MS)          // after an idle one could not be frozen
 
-struct asker { struct asker *next; struct conn *conn; uint32_t request; };
 static struct asker *askers;           // they wait for the freeze
 static uint64_t give_up, retry;
 static const char *why;
 
 static void answer(const char *code, const char *text) {
-  while (askers) {
-    struct asker *a = askers;
-    askers = a->next;
-    if (a->conn && code) conn_error(a->conn, a->request, code, 0, "%s", text);
-    else if (a->conn) conn_ok(a->conn, a->request);
-    free(a);
+  for (struct asker a; asker_next(&askers, &a);) {
+    if (a.conn && code) conn_error(a.conn, a.request, code, 0, "%s", text);
+    else if (a.conn) conn_ok(a.conn, a.request);
   }
 }
 
@@ -50,10 +46,7 @@ void pause_start(struct conn *c, const struct request *r) {
     conn_error(c, r->id, "unavailable", 0, "a snapshot of sandbox %s is being taken", A.s->spec.id);
     return;
   }
-  struct asker *a = calloc(1, sizeof *a);
-  if (!a) { conn_error(c, r->id, "resource_exhausted", ENOMEM, "no memory to pause"); return; }
-  *a = (struct asker){askers, c, r->id};
-  askers = a;
+  if (asker_add(&askers, c, r->id)) { conn_error(c, r->id, "resource_exhausted", ENOMEM, "no memory to pause"); return; }
   if (freeze(r->present & HAS_IDLE ? REASON_PRESSURE : REASON_ASKED)) { answer("internal", "the sandbox's group cannot be frozen"); return; }
   timer_want(A.now);
 }
@@ -98,6 +91,5 @@ uint64_t pause_tick(void) {
 const char *pause_reason(void) { return why; }
 
 void pause_forget(const struct conn *c) {
-  for (struct asker *a = askers; a; a = a->next)
-    if (a->conn == c) a->conn = NULL;
+  asker_forget(askers, c);
 }

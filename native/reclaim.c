@@ -32,7 +32,6 @@ static enum job job, next_job;         // what the child does; what the one afte
 static int stopped;                    // it was killed and is not reaped yet
 static uint64_t used_before;
 static const char *why;
-struct asker { struct asker *next; struct conn *conn; uint32_t request; };
 static struct asker *askers;           // RECLAIM: they wait for what comes of it
 
 // the child --------------------------------------------------------------------------------------------------------------------------
@@ -143,16 +142,12 @@ static struct usage usage(void) {
 static int begin(enum job what);
 
 static void tell(uint64_t bytes) {
-  while (askers) {
-    struct asker *a = askers;
-    askers = a->next;
-    if (a->conn) {
-      struct buf b = reply_buf();
-      frame_begin(&b, F_STATUS, 0, a->request);
-      frame_u64(&b, T_BYTES, bytes);
-      conn_reply(a->conn, &b);
-    }
-    free(a);
+  for (struct asker a; asker_next(&askers, &a);) {
+    if (!a.conn) continue;
+    struct buf b = reply_buf();
+    frame_begin(&b, F_STATUS, 0, a.request);
+    frame_u64(&b, T_BYTES, bytes);
+    conn_reply(a.conn, &b);
   }
 }
 
@@ -228,17 +223,10 @@ void reclaim_request(struct conn *c, const struct request *r) {
     conn_error(c, r->id, "unavailable", 0, "sandbox %s is %s", A.s->spec.id, A.paused ? "paused" : "in use");
     return;
   }
-  struct asker *a = malloc(sizeof *a);
-  if (!a || reclaim_start(REASON_PRESSURE)) {
-    free(a);
+  if (reclaim_start(REASON_PRESSURE) || asker_add(&askers, c, r->id))
     conn_error(c, r->id, "resource_exhausted", 0, "no process for a reclaim of sandbox %s", A.s->spec.id);
-    return;
-  }
-  *a = (struct asker){askers, c, r->id};
-  askers = a;
 }
 
 void reclaim_forget(const struct conn *c) {
-  for (struct asker *a = askers; a; a = a->next)
-    if (a->conn == c) a->conn = NULL;
+  asker_forget(askers, c);
 }

@@ -18,8 +18,8 @@ static const uint16_t none[] = {0}, hello[] = {T_VERSION_MAJOR, T_VERSION_MINOR,
   attach[] = {T_COMMAND, T_OFFSET, T_OFFSET_ERR, T_FOLLOW, 0}, log_range[] = {T_COMMAND, T_STREAM, T_OFFSET, T_LENGTH, 0},
   input[] = {T_COMMAND, T_BYTES, 0}, resize[] = {T_COMMAND, T_ROWS, T_COLS, 0}, sig[] = {T_COMMAND, T_SIGNAL, T_SCOPE, 0},
   session[] = {T_NAME, T_CWD, T_ENV, T_USER, 0}, name[] = {T_NAME, 0}, lease[] = {T_DEADLINE_NS, T_IDLE_NS, T_AUTO_PAUSE_NS, T_HOSTNAME, T_ENV, 0}, stop[] = {T_CAUSE, T_MESSAGE, T_REASON, 0},
-  leave[] = {T_CAUSE, 0},
-  memory[] = {T_IDLE_NS, T_REASON, 0}, checkpoint[] = {T_NAME, T_PATH, 0}, restore[] = {T_PATH, 0};
+  leave[] = {T_CAUSE, T_PATH, T_LENGTH, 0},
+  memory[] = {T_IDLE_NS, T_REASON, 0}, checkpoint[] = {T_NAME, T_PATH, T_LENGTH, 0}, restore[] = {T_PATH, T_CAUSE, T_GOES_ON, 0};
 
 static const uint16_t *allowed(uint8_t type) {
   switch (type) {
@@ -84,6 +84,7 @@ static int take(struct request *r, const struct item *it) {
     case T_OFFSET: return field_u64(it, &r->offset);
     case T_OFFSET_ERR: return field_u64(it, &r->offset_err);
     case T_LENGTH: return field_u64(it, &r->length);
+    case T_GOES_ON: return field_u64(it, &r->goes_on);
     case T_VERSION_MAJOR: return field_u64(it, &r->major);
     case T_VERSION_MINOR: return field_u64(it, &r->minor);
     case T_FOLLOW: return number(it, &r->follow, &r->present, HAS_FOLLOW);
@@ -226,10 +227,15 @@ static void stop_now(struct conn *c, struct request *r) {
   sandbox_end(*cause, r->reason ? r->reason : "asked to stop", c, r->id);
 }
 
+int left_because(const char *cause) {
+  return !cause ? 0 : !strcmp(cause, "rollback") ? R_ROLLED_BACK : !strcmp(cause, "hibernate") ? R_HIBERNATED : 0;
+}
+
 static void leave_now(struct conn *c, struct request *r) {
-  int flag = !r->cause ? 0 : !strcmp(r->cause, "rollback") ? R_ROLLED_BACK : !strcmp(r->cause, "hibernate") ? R_HIBERNATED : 0;
+  int flag = left_because(r->cause);
   if (!flag) conn_error(c, r->id, "invalid_request", 0, "LEAVE: the cause is rollback or hibernate");
   else if (A.s->spec.medium != MEDIUM_BTRFS) conn_error(c, r->id, "unsupported", 0, "a sandbox whose disk is memory ends with its processes");
+  else if (r->path) snapshot_leave(c, r);
   else sandbox_leave(flag, c, r->id);
 }
 
@@ -324,6 +330,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     pause_end();
     reclaim_stop();
     A.used = 1;
+    if (hold(c, type, id, payload, size)) return;
     if (conn_full(c)) { c->held = 1; return; }           // the helper must not write into the middle of a frame of ours
     touch();
     helper_start(c, id, payload, size);
@@ -341,6 +348,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     reclaim_stop();
     A.used = 1;
   }
+  if (hold(c, type, id, payload, size)) return;
   switch (type) {
     case F_HELLO: say_hello(c, &r); break;
     case F_SUBSCRIBE: subscribe(c, &r); break;
@@ -355,7 +363,7 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     case F_LEAVE: leave_now(c, &r); break;
     case F_SNAPSHOT: snapshot_start(c, &r); break;
     case F_CHECKPOINT:
-      if (!r.path || *r.path != '/') conn_error(c, r.id, "invalid_request", 0, "CHECKPOINT: a directory is needed");
+      if (!r.path || *r.path != '/' || !r.length) conn_error(c, r.id, "invalid_request", 0, "CHECKPOINT: a directory, and how much may go there, are needed");
       else snapshot_start(c, &r);
       break;
     case F_RESTORE: restore_start(c, &r); break;

@@ -1,13 +1,15 @@
 // RESTORE: commands of another sandbox go on in this one, which is new. One criu after the other, each a child of ours in the group of its
 // command; the tasks that it makes stay when it ends, and the first of them is our child like any command's.
 //
-// What criu made is believed when we have looked at it: a process with more rights than a command has, without the filter of system calls, or in
-// another namespace is the end of the sandbox.
+// A criu and the tasks in the making have rights that no command has. So nothing that was restored runs before the last criu has ended: each asks
+// before it lets its tasks go (join.c), it leaves their group and that is frozen. What it made is believed when we have looked at it: a process
+// with more rights than a command has, without the filter of system calls, or in another namespace is the end of the sandbox.
 #include "aether.h"
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -19,10 +21,9 @@
 #include "util.h"
 
 #define RESTORE_NS (60000 * MS)
-#define MOST_PIDS 4096
 
 static struct {
-  struct source src;                   // pidfd of criu
+  struct source src, gate;             // pidfd of criu; it asks here
   struct conn *conn;
   uint32_t request;
   char dir[PATH_MAX - 64];
@@ -32,8 +33,8 @@ static struct {
   pid_t criu;
   int log;
   uint64_t give_up;
-  int begun;                           // so many of them
-} R = {.src.fd = -1, .log = -1};
+  int begun, goes_on;                  // so many of them; goes_on: they were commands of this sandbox, and their logs go on, too
+} R = {.src.fd = -1, .gate.fd = -1, .log = -1};
 
 static void next(void);
 
@@ -50,14 +51,61 @@ static void done(const struct fault *f) {
   R.conn = NULL;
 }
 
+static int freeze(const struct command *cmd, int on) {
+  char group[ID_SIZE + 4], path[ID_SIZE + 32];
+  if (!command_group(cmd, group)) return -1;
+  snprintf(path, sizeof path, "%s/cgroup.freeze", group);
+  return write_at(A.s->cgroup_fd, path, on ? "1" : "0");
+}
+
+// One of this sandbox that does not go on.
+static void end(struct command *cmd, int flag) {
+  for (int i = 0; i < 2; i++)
+    if (cmd->chan[i]) channel_close(cmd->chan[i]);
+  cmd->verdict = END_KILLED;
+  cmd->ended_by = (uint8_t)flag;
+  cmd->forced = 1;
+  command_status(cmd, CLD_KILLED, SIGKILL, 0, 0);
+}
+
 static void failed(const struct fault *f) {
   char name[ID_SIZE + 4];
-  if (R.cmd) {
-    if (command_group(R.cmd, name)) group_kill(name);
-    command_discard(R.cmd);
+  for (struct command *cmd = A.live; cmd; cmd = cmd->next) {
+    if (!command_group(cmd, name) || cmd->state != C_RUNNING) continue;
+    cmd->verdict = END_KILLED;
+    cmd->ended_by = R.goes_on ? R_HIBERNATED : 0;
+    cmd->forced = 1;
+    group_kill(name);
   }
+  if (R.cmd && R.goes_on) end(R.cmd, R_HIBERNATED);
+  else if (R.cmd) command_discard(R.cmd);
   R.cmd = NULL;
   done(f);
+}
+
+// From here on the images are of the past.
+static int used_up(struct fault *f) {
+  char path[PATH_MAX];
+  snprintf(path, sizeof path, "%s/" KEPT_FILE, R.dir);
+  int dir = open(R.dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad = dir < 0 || (unlink(path) && errno != ENOENT) || fsync(dir);
+  close_fd(&dir);
+  return bad ? fault_host(f, errno, "use the images in %s up", R.dir) : 0;
+}
+
+// All are there: they run, and their time with them.
+static void all_run(void) {
+  struct fault f = {0};
+  if (R.goes_on && used_up(&f)) { failed(&f); return; }
+  refresh();
+  for (struct command *cmd = A.live; cmd; cmd = cmd->next) {
+    if (cmd->state != C_RUNNING) continue;
+    if (freeze(cmd, 0)) { fault_host(&f, errno, "let command %s run", cmd->rec.command); break; }
+    cmd->started = A.now;
+    if (cmd->left_ns != NEVER) cmd->deadline = A.now + cmd->left_ns;
+    timer_want(cmd->deadline);
+  }
+  if (f.code) failed(&f);
+  else done(&f);
 }
 
 // A pipe of the command: the end that stays here, and the one for criu, which opens it again as root of the sandbox.
@@ -95,6 +143,8 @@ static struct command *make_command(struct fault *f) {
   cmd->rec.head = m->rec.head;
   cmd->rec.tail = m->rec.tail;
   for (int i = 0; i < 2; i++) log_init(&cmd->log[i], m->rec.command, i, m->rec.head, m->rec.tail);
+  for (int i = 0; R.goes_on && i < 2; i++)
+    if (log_resume(&cmd->log[i], m->total[i], m->room[i])) cmd->rec.flags |= R_LOG_EVICTED;
   cmd->shell = m->shell;
   cmd->stop = m->stop;
   command_begin(cmd);
@@ -138,7 +188,9 @@ static int begin(const char *name, struct fault *f) {
   if (!R.begun++) c.last_pid = R.m.last_pid;             // what runs already has gone on from there
   if ((R.criu = criu_start(A.s, &c, &pidfd, f)) < 0) goto out;
   R.src.fd = pidfd;
+  R.gate.fd = c.gate;
   loop_want(&R.src, EPOLLIN);
+  loop_want(&R.gate, EPOLLIN);
   bad = 0;
 out:
   for (int i = 0; i < c.npipes; i++) close_fd(&c.pipes[i]);
@@ -148,73 +200,43 @@ out:
   return bad;
 }
 
-// ---- looking at what it made ------------------------------------------------------------------------------------------------------------
+// ---- what it made -------------------------------------------------------------------------------------------------------------------------
 
-static uint64_t value(const char *text, const char *key, int base) {
-  const char *at = strstr(text, key);
-  return at ? strtoull(at + strlen(key), NULL, base) : UINT64_MAX;
+// All tasks of the command are there and stand still in criu's hands. It leaves the group, which is frozen, and lets go.
+static void on_gate(struct source *src, uint32_t events) {
+  (void)events;
+  char byte, pid[16];
+  snprintf(pid, sizeof pid, "%d", R.criu);
+  if (read(src->fd, &byte, 1) == 1 && !write_at(A.s->cgroup_fd, "cgroup.procs", pid) && !freeze(R.cmd, 1)) (void)!write(src->fd, &byte, 1);
+  loop_close(src);                     // without an answer it gives up, and says so when it ends
 }
 
-static int same_namespaces(int32_t pid) {
-  static const char *const names[] = {"user", "pid", "mnt", "net", "ipc", "uts", "cgroup"};
-  for (unsigned i = 0; i < sizeof names / sizeof *names; i++) {
-    char path[48];
-    struct stat own, init;
-    snprintf(path, sizeof path, "/proc/%d/ns/%s", A.s->init, names[i]);
-    if (stat(path, &init)) return 0;
-    snprintf(path, sizeof path, "/proc/%d/ns/%s", pid, names[i]);
-    if (stat(path, &own)) return errno == ENOENT || errno == ESRCH;      // it is about to end, and has none any more
-    if (own.st_ino != init.st_ino || own.st_dev != init.st_dev) return 0;
-  }
-  return 1;
-}
-
-// One thread of a process. 0: it has no more rights than a command.
-static int confined(int32_t pid, int32_t tid) {
-  char path[64], text[4096];
-  snprintf(path, sizeof path, "/proc/%d/task/%d/status", pid, tid);
-  if (read_at(AT_FDCWD, path, text, sizeof text) < 0) return 1;          // it has ended
-  uint64_t most = privilege_most();
-  static const char *const sets[] = {"\nCapInh:\t", "\nCapPrm:\t", "\nCapEff:\t", "\nCapBnd:\t", "\nCapAmb:\t"};
-  for (unsigned i = 0; i < sizeof sets / sizeof *sets; i++)
-    if (value(text, sets[i], 16) & ~most) return 0;
-  uint64_t uid = value(text, "\nUid:\t", 10), gid = value(text, "\nGid:\t", 10), base = A.s->spec.uid_base;
-  return uid - base < 65536 && gid - base < 65536 && value(text, "\nNoNewPrivs:\t", 10) == 1 && value(text, "\nSeccomp:\t", 10) == 2;
-}
-
-static int inspect(int32_t pid) {
+static void take_class(int32_t pid) {
   char path[48];
+  if (R.m.cpu_class == A.s->spec.cpu_class) return;
   snprintf(path, sizeof path, "/proc/%d/task", pid);
   DIR *d = opendir(path);
-  if (!d) return 1;                    // it has ended
-  int good = same_namespaces(pid);
-  for (struct dirent *e; good && (e = readdir(d));)
-    if (e->d_name[0] != '.') {
-      good = confined(pid, atoi(e->d_name));
-      if (R.m.cpu_class != A.s->spec.cpu_class) class_give(&A.s->spec, atoi(e->d_name));
-    }
-  closedir(d);
-  return good;
+  for (struct dirent *e; d && (e = readdir(d));)
+    if (e->d_name[0] != '.') class_give(&A.s->spec, atoi(e->d_name));
+  if (d) closedir(d);
 }
 
 static int adopt(struct fault *f) {
   static int32_t pids[MOST_PIDS];
   struct command *cmd = R.cmd;
-  char group[ID_SIZE + 4], path[48], text[4096];
+  char group[ID_SIZE + 4];
+  struct seen p;
   command_group(cmd, group);
   size_t n = group_pids(group, pids, MOST_PIDS);
   for (size_t i = 0; i < n; i++) {
-    if (!inspect(pids[i])) return fault_set(f, "internal", 0, "command %s was restored with rights that it had not", cmd->rec.command);
-    snprintf(path, sizeof path, "/proc/%d/status", pids[i]);
-    if (read_at(AT_FDCWD, path, text, sizeof text) < 0) continue;
-    if (value(text, "\nPPid:\t", 10) == (uint64_t)getpid()) cmd->pid = pids[i];
+    if (!process_confined(pids[i])) return fault_set(f, "internal", 0, "command %s was restored with rights that it had not", cmd->rec.command);
+    if (process_look(pids[i], &p)) continue;
+    if (p.parent == getpid()) cmd->pid = pids[i];
+    take_class(pids[i]);
   }
   int pidfd = cmd->pid > 0 ? sys_pidfd_open(cmd->pid) : -1;
   if (pidfd < 0) return fault_set(f, "checkpoint_failed", 0, "command %s was restored, and died at once", cmd->rec.command);
-  if (R.m.left_ns != NEVER) {
-    cmd->deadline = A.now + R.m.left_ns;
-    timer_want(cmd->deadline);
-  }
+  cmd->left_ns = R.m.left_ns;
   command_watch(cmd, pidfd);
   channels_resume(cmd);
   return 0;
@@ -226,6 +248,7 @@ static void on_criu(struct source *src, uint32_t events) {
   char why[120];
   int status = -1;
   loop_close(src);
+  loop_close(&R.gate);
   while (waitpid(R.criu, &status, 0) < 0 && errno == EINTR) {}
   if (status) {
     criu_reason(R.log, why, sizeof why);
@@ -238,26 +261,58 @@ static void on_criu(struct source *src, uint32_t events) {
   failed(&f);
 }
 
+static int names_command(const struct dirent *e) { return e->d_name[0] != '.' && strcmp(e->d_name, KEPT_FILE) != 0; }
+
 static void next(void) {
   struct fault f = {0};
   struct dirent *e;
   do e = readdir(R.left);
-  while (e && e->d_name[0] == '.');
-  if (!e) done(&f);
+  while (e && !names_command(e));
+  if (!e) all_run();
   else if (begin(e->d_name, &f)) failed(&f);
 }
 
+// None of them goes on: each that has no record yet gets one.
+static void record_ends(struct conn *c, const struct request *r, int flag) {
+  struct fault f = {0};
+  DIR *d = opendir(r->path);
+  if (!d) { conn_error(c, r->id, "internal", errno, "RESTORE: open %s", r->path); return; }
+  snprintf(R.dir, sizeof R.dir, "%s", r->path);
+  R.goes_on = 1;
+  for (struct dirent *e; !f.code && (e = readdir(d));) {
+    struct command *cmd = names_command(e) ? command_find(e->d_name) : NULL;
+    if (cmd) command_unref(cmd);
+    if (cmd || !names_command(e)) continue;
+    int dir = openat(dirfd(d), e->d_name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir >= 0 && !read_memory(dir, &f) && (cmd = make_command(&f))) end(cmd, flag);
+    close_fd(&dir);
+  }
+  closedir(d);
+  if (f.code) conn_error(c, r->id, f.code, f.err, "%s", f.message);
+  else conn_ok(c, r->id);
+}
+
 void restore_start(struct conn *c, struct request *r) {
-  if (node.criu < 0 || !A.s->spec.own_pids) { conn_error(c, r->id, "unsupported", 0, "RESTORE: this sandbox was not made for it"); return; }
-  if (!r->path || *r->path != '/' || strlen(r->path) >= sizeof R.dir || R.left || A.running) {
-    conn_error(c, r->id, "invalid_request", 0, "RESTORE: a directory is needed, and a sandbox in which nothing runs");
+  int flag = left_because(r->cause);
+  if (!r->path || *r->path != '/' || strlen(r->path) >= sizeof R.dir || (r->cause && !flag)) {
+    conn_error(c, r->id, "invalid_request", 0, "RESTORE: a directory is needed");
     return;
   }
+  if (R.left && !R.conn && !strcmp(R.dir, r->path) && !flag) {           // whoever asked first is gone
+    R.conn = c;
+    R.request = r->id;
+    return;
+  }
+  if (R.left || (A.running && !flag)) { conn_error(c, r->id, "invalid_request", 0, "RESTORE: a sandbox is needed in which nothing runs"); return; }
+  if (flag) { record_ends(c, r, flag); return; }
+  if (node.criu < 0 || !A.s->spec.own_pids) { conn_error(c, r->id, "unsupported", 0, "RESTORE: this sandbox was not made for it"); return; }
   if (!(R.left = opendir(r->path))) { conn_error(c, r->id, "internal", errno, "RESTORE: open %s", r->path); return; }
   snprintf(R.dir, sizeof R.dir, "%s", r->path);
   R.src.on = on_criu;
+  R.gate.on = on_gate;
   R.conn = c;
   R.request = r->id;
+  R.goes_on = r->goes_on != 0;
   R.give_up = A.now + RESTORE_NS;
   timer_want(R.give_up);
   A.helpers++;
@@ -269,7 +324,8 @@ uint64_t restore_tick(void) {
   if (A.now < R.give_up) return R.give_up;
   char name[ID_SIZE + 4];
   R.give_up = A.now + RESTORE_NS;
-  if (R.cmd && command_group(R.cmd, name)) group_kill(name); // the end of criu says the rest
+  if (R.cmd && command_group(R.cmd, name)) group_kill(name);
+  if (R.src.fd >= 0) sys_pidfd_kill(R.src.fd, SIGKILL);  // its end says the rest
   return R.give_up;
 }
 

@@ -69,6 +69,12 @@ int session_at(size_t i, const char **name, int *busy) {
   return 0;
 }
 
+int32_t session_idle(size_t i) {
+  for (struct session *z = sessions; z; z = z->next)
+    if (!z->closing && !z->current && z->pid && !i--) return z->pid;
+  return 0;
+}
+
 static const char *group_of(const struct session *z) {
   static char name[ID_SIZE + 4];
   snprintf(name, sizeof name, "s.%u", z->serial);

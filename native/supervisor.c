@@ -235,6 +235,7 @@ static void tick(void) {
   next = least(next, helpers_tick());
   next = least(next, pause_tick());
   next = least(next, restore_tick());
+  next = least(next, snapshots_tick());
   if (groups_sweep() | starts_reap()) next = least(next, A.now + 1000 * MS);
   next = least(next, lease_tick());
   next = least(next, idle_tick());
@@ -308,11 +309,11 @@ static void end_all(int lost) {
   A.ending = 1;
   loop_want(&init_source, 0);
   group_kill("");
+  snapshots_end();                     // one that copies memory traces what it copies
   if (A.s->channel > 0) machine_end();
   commands_end(lost);
   sessions_end();
   helpers_end();
-  snapshots_end();
   reclaim_end();
   counters_read();
 }

@@ -17,20 +17,22 @@
 
 struct range { uint64_t from, to; };
 
+// How many there are, the first MOST_RANGES of them; -1: nobody can say.
 static int ranges_of(int32_t pid, struct range *r) {
   char path[48], line[4300];
   struct range at = {0};
   int n = 0;
   snprintf(path, sizeof path, "/proc/%d/smaps", pid);
   FILE *m = fopen(path, "re");
-  if (!m) return 0;                    // a dead one
-  while (n < MOST_RANGES && fgets(line, sizeof line, m)) {
+  if (!m) return errno == ENOENT || errno == ESRCH ? 0 : -1;     // a dead one has none
+  while (fgets(line, sizeof line, m)) {
     unsigned long long from, to;
     if (sscanf(line, "%llx-%llx ", &from, &to) == 2) at = (struct range){from, to};
-    else if (!strncmp(line, "VmFlags:", 8) && strstr(line, " wf")) r[n++] = at;
+    else if (!strncmp(line, "VmFlags:", 8) && strstr(line, " wf") && n++ < MOST_RANGES) r[n - 1] = at;
   }
+  int bad = ferror(m);
   fclose(m);
-  return n;
+  return bad ? -1 : n;
 }
 
 static uint64_t number(const uint8_t *p) {
@@ -59,11 +61,16 @@ int images_wipe(int dir, int32_t pid, int32_t inner, struct fault *f) {
   int n = ranges_of(pid, r), pages = -1, bad = 0;
   uint64_t at = 0, page = (uint64_t)sysconf(_SC_PAGESIZE);
   if (!n) return 0;
+  if (n < 0) return fault_host(f, errno, "read the memory map of process %d", inner);
+  if (n > MOST_RANGES) {
+    snprintf(name, sizeof name, "process %d", inner);
+    return refuse_copy(f, name, "it has too many areas that a fork empties");
+  }
   snprintf(name, sizeof name, "pagemap-%d.img", inner);
   int map = openat(dir, name, O_RDONLY | O_CLOEXEC);
   uint8_t *whole = map < 0 || fstat(map, &st) || st.st_size <= ENTRIES_AT ? MAP_FAILED : mmap(NULL, (size_t)st.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, map, 0);
   close_fd(&map);
-  if (whole == MAP_FAILED || n == MOST_RANGES) return fault_set(f, "internal", errno, "look for pages that a fork empties in %s", name);
+  if (whole == MAP_FAILED) return fault_set(f, "internal", errno, "look for pages that a fork empties in %s", name);
   uint8_t *p = whole + ENTRIES_AT, *end = whole + st.st_size;
   for (int head = 1; !bad && end - p >= 4; head = 0) {
     uint32_t size;

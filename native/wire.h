@@ -8,7 +8,7 @@
 
 #define WIRE_MAJOR 1
 #ifndef WIRE_MINOR
-#define WIRE_MINOR 4                   // 1: snapshots, 2: LEASE with HOSTNAME and ENV, 3: checkpoints, 4: LEAVE
+#define WIRE_MINOR 5                   // 1: snapshots, 2: LEASE with HOSTNAME and ENV, 3: checkpoints, 4: LEAVE, 5: CHECKPOINT with LENGTH
 #endif
 #define WIRE_MAX (1u << 20)            // payload bytes of one frame
 #define WIRE_DATA (256u << 10)         // most bytes that we put into one DATA frame
@@ -63,6 +63,7 @@ enum tag {
   // calls of a fncall worker (fncall.h)
   T_FN_CALL = 220, T_FN_CODE = 221, T_FN_FILE = 222, T_FN_COLLECT = 223, T_FN_FLAGS = 224, T_FN_CPU_NS = 225, T_FN_OUTPUT = 226,
   T_FN_RESULT = 227, T_FN_FSIZE = 228, T_FN_WORKER = 229,
+  T_GOES_ON = 200,                     // RESTORE: it is the same sandbox
   T_RESOURCE = 168,                    // of the launcher's ERROR: what of the host ran out
   // a sandbox in a microVM: the socket and pid of its VMM, what that may hold, how long its guest may take to come up; then between
   // supervisor and guest (mux.h)

@@ -50,7 +50,7 @@ class NodeConfig(_Section, frozen=True):
     prefix: Annotated[str, Meta(pattern="^([a-z0-9]{4})?$")] = ""  # of sandbox ids and cgroups; empty: made once, kept in <state_dir>
     max_sandboxes: Positive = 4000  # above: refused with Retry-After
     warn_sandboxes: Positive = 3000  # above: created, with a warning
-    fork_memory: bool = False  # forks with memory: not for agents that nobody trusts (docs/checkpoint.md)
+    fork_memory: bool = True  # forks with memory, where criu is found and serves (docs/checkpoint.md)
     cpu_pressure: Annotated[int, Meta(ge=0, le=100)] = 100  # percent of waiting for CPU above which the latency class takes no more
     memory_reserve_mb: NotNegative = 1024  # kept free on the host: below it, creates are refused
     medium_size_mb: NotNegative = 0  # writable layers live on one file of this size; 0: a quarter of the free space, 4-64 GiB
@@ -91,6 +91,8 @@ class MemoryConfig(_Section, frozen=True):
     swap_mb: NotNegative = 0  # its size; 0: the machine's memory, at most a quarter of the free disk
     pressure: Literal["off", "reclaim", "pause", "evict"] = "evict"  # how far to go when the host is short of memory
     reclaim_after: NotNegative = 60  # seconds idle, then a sandbox's memory goes back to the host; 0: never
+    image_mb: Positive = 4096  # of the running commands of one sandbox on the disk, for a fork with memory
+    images_mb: Positive = 16384  # of all together
 
 
 class PoolConfig(_Section, frozen=True):

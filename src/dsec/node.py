@@ -45,7 +45,7 @@ from dsec.edge.config import MIB, EdgeConfig, FnConfig, find_aether
 from dsec.edge.edge import Edge
 from dsec.images.remote.service import RemoteSettings
 from dsec.images.service import Images
-from dsec.linux.tools import Tools
+from dsec.linux.tools import Tools, criu_trouble
 from libdsec.errors import DSecError
 from libdsec.wire import CpuClass
 
@@ -145,13 +145,24 @@ def edge_config(config: Config) -> EdgeConfig:
         fill_deadline=config.remote.deadline,
         fill_by=config.remote.method,
         fncall=FnConfig.of(config.fncall),
-        criu=_tools(config).criu() if config.node.fork_memory else None,
         qemu=_tools(config).find("qemu-system-x86_64"),
         guest_kernel=_tools(config).guest(),
         vm_waiting=config.microvm.waiting,
         vm_templates=config.microvm.templates,
         vm_boot_timeout=float(config.microvm.boot_timeout),
+        image_bytes=memory.image_mb * MIB,
+        images_bytes=memory.images_mb * MIB,
+        criu=_criu(config),
     )
+
+
+def _criu(config: Config) -> Path | None:
+    """The one that serves with this kernel, if forks with memory are wanted."""
+    found = _tools(config).criu() if config.node.fork_memory else None
+    why = None if found is None else criu_trouble(found)
+    if why is not None:
+        log.warning("no forks with memory: %s does not serve: %s", found, why)
+    return found if why is None else None
 
 
 def remote_settings(remote: RemoteConfig) -> RemoteSettings:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.harness import Node, frozen, sandbox_processes, start_node, supervisor_pid, until
 
@@ -381,9 +382,10 @@ async def test_an_edge_that_dies_in_a_fork_leaves_nothing(own_node: Node) -> Non
     await client.close()
 
 
-async def test_off_by_default(tmp_path: Path) -> None:
-    assert not Config().node.fork_memory
+async def test_off_when_it_is_not_wanted(tmp_path: Path) -> None:
+    assert Config().node.fork_memory
     made = start_node(tmp_path / "plain")
+    assert (httpx.get(f"{made.url}/v1/node", headers={"authorization": f"Bearer {made.key}"}).json())["capabilities"]["container"]["fork_memory"]
     made.stop()
     made.start({"DSEC_NODE_FORK_MEMORY": "false"})
     try:
@@ -399,10 +401,10 @@ async def test_off_by_default(tmp_path: Path) -> None:
 
 # A copy of memory and one of files at different instants: the file is ahead of, or behind, who writes it.
 TORN = """
-import os, time
-f, n, told = os.open("/srv/n", os.O_RDWR | os.O_CREAT), 0, 0
+import os, sys, time
+f, n, told = os.open("/srv/n" + sys.argv[1], os.O_RDWR | os.O_CREAT), 0, 0
 os.pwrite(f, b"%020d" % n, 0)
-ballast = bytearray(os.urandom(1 << 20)) * 150
+ballast = bytearray(os.urandom(1 << 20)) * int(sys.argv[2])
 while True:
     found = int(os.pread(f, 20, 0))
     if found not in (n, n + 1):
@@ -419,9 +421,11 @@ while True:
 async def test_a_resume_in_the_middle_of_a_copy_of_memory(node: Node, client: DSecClient) -> None:
     box = await client.run_container(args(memory_limit_mb=512))
     await box.files.write("/srv/torn.py", TORN.encode())
-    writer = await box.start(["python3", "/srv/torn.py"])
-    while b"fine" not in await writer.logs():
-        await asyncio.sleep(0.05)
+    # commands are copied one after another: while the large one is, the memory of one of the others is copied already and no file is
+    writers = [await box.start(["python3", "/srv/torn.py", str(n), str(size)]) for n, size in enumerate((1, 150, 1))]
+    for writer in writers:
+        while b"fine" not in await writer.logs():
+            await asyncio.sleep(0.05)
     for i in range(8):
         await box.pause()
 
@@ -431,10 +435,11 @@ async def test_a_resume_in_the_middle_of_a_copy_of_memory(node: Node, client: DS
 
         (child,), _ = await asyncio.gather(box.fork(1, memory=True), want(0.03 + i * 0.03))
         assert not (await client.info(box.id)).paused and not frozen(box.id), i
-        copy = await child.command(writer.id)
-        said = len(await copy.logs())
-        while len(text := await copy.logs()) == said:
-            await asyncio.sleep(0.05)
-        assert b"torn" not in text, i
+        for writer in writers:
+            copy = await child.command(writer.id)
+            said = len(await copy.logs())
+            while len(text := await copy.logs()) == said:
+                await asyncio.sleep(0.05)
+            assert b"torn" not in text, i
         await child.stop()
     await box.stop()

@@ -44,10 +44,10 @@ async def test_it_leaves_memory_and_can_be_read(node: Node, client: DSecClient) 
     streaming = asyncio.create_task(follow())
     await asyncio.sleep(0.3)
     await box.session("s")
-    info = await box.hibernate()
+    info = await box.hibernate(memory=False)
     assert (info.state, info.memory_kept, info.paused) == (State.HIBERNATED, False, False)
     assert nothing_of(node, box)
-    assert (await client.node()).capabilities["container"]["hibernate"] and not (await client.node()).capabilities["container"]["hibernate_memory"]
+    assert (await client.node()).capabilities["container"]["hibernate"]
     await streaming
     assert [event.data for event in events if isinstance(event, Stdout)] == [b"streamed\n"]
     assert isinstance(events[-1], Exit) and events[-1].result.ended_by == "hibernate"
@@ -144,7 +144,7 @@ async def test_requests_and_hibernations_cross(node: Node, client: DSecClient) -
     async def sleep() -> None:
         while time.monotonic() < end:
             await asyncio.sleep(0.03)
-            await box.hibernate()
+            await box.hibernate(memory=False)
             counts["slept"] += 1
 
     await asyncio.gather(*(work(i) for i in range(8)), sleep(), sleep())

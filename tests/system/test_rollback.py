@@ -223,3 +223,38 @@ async def test_a_rollback_is_fast(node: Node, client: DSecClient) -> None:
     assert statistics.median(took) < 1.0
     await box.stop()
     await client.snapshots.remove(taken.id)
+
+
+# Two processes: the second one traces the first, and takes a while to die of a kill.
+TRACED = """
+import ctypes, os, time
+libc, own = ctypes.CDLL(None, use_errno=True), os.getpid()
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+libc.prctl(0x59616D61, ctypes.c_ulong(-1).value, 0, 0, 0)
+if not os.fork() and not os.fork():
+    os.setsid()
+    print("seized", libc.ptrace(0x4206, own, None, None), flush=True)
+    ballast = bytearray(os.urandom(1 << 20)) * 150
+    print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+async def test_a_command_that_is_traced_from_inside_ends_like_any_other(node: Node, client: DSecClient) -> None:
+    box = await client.run_container(args(memory_limit_mb=512))
+    await box.files.write("/srv/traced.py", TRACED.encode())
+    taken = await box.snapshot()
+    for leave in (lambda: box.rollback(taken), lambda: box.hibernate(memory=False)) * 2:
+        command = await box.start(["python3", "/srv/traced.py"])
+        while b"ready" not in (text := await command.logs()):
+            await asyncio.sleep(0.05)
+        assert b"seized 0" in text
+        began = time.monotonic()
+        waiting = asyncio.create_task(command.wait())
+        await asyncio.sleep(0.1)
+        await leave()
+        result = await waiting
+        assert result.ending is Ending.KILLED and result.ended_by and time.monotonic() - began < 5
+    await client.snapshots.remove(taken.id)
+    await box.stop()

@@ -11,6 +11,7 @@ from tests.unit.edge_fake import FakeAether, FakeEdge, config, proc_of, spec
 
 from dsec.edge import pressure, wire
 from dsec.edge.admission import Host
+from libdsec.wire import Cause
 
 MIB = 1 << 20
 
@@ -103,3 +104,4 @@ async def test_one_that_does_not_obey_its_eviction_is_ended_all_the_same(short: 
     async with asyncio.timeout(5):
         await short.edge.table.get(short.aether.id).ended
     assert short.asked(wire.F_STOP) == 1 and short.edge.backend.reaped == [short.aether.id]
+    assert short.edge.table.get(short.aether.id).cause is Cause.EVICTED

@@ -235,14 +235,14 @@ class DSecClient:
         """Resume all paused and wake all hibernated sandboxes with these labels; as `pause_all`."""
         return await self._each("resume", labels)
 
-    async def hibernate_all(self, labels: Mapping[str, str]) -> Made:
-        """Hibernate all running sandboxes with these labels; as `pause_all`."""
-        return await self._each("hibernate", labels)
+    async def hibernate_all(self, labels: Mapping[str, str], *, memory: bool | None = None) -> Made:
+        """Hibernate all running sandboxes with these labels; as `pause_all`. `memory`: as `Sandbox.hibernate`."""
+        return await self._each("hibernate", labels, memory)
 
-    async def _each(self, what: str, labels: Mapping[str, str]) -> Made:
+    async def _each(self, what: str, labels: Mapping[str, str], memory: bool | None = None) -> Made:
         if not labels:
             raise InvalidRequest(f"{what}_all needs a label", field="labels")
-        target = f"/v1/sandboxes:{what}" + query({"label": _labels(labels)})
+        target = f"/v1/sandboxes:{what}" + query({"label": _labels(labels), "memory": None if memory is None else int(memory)})
         _, data = await self._api.exchange("POST", target, safe=True, timeout=None)
         return [_item(self._api, item) for item in _items(data)]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from libdsec.api import path
+from libdsec.api import path, query
 from libdsec.args import cpu_class_of
 from libdsec.command import Command, make_spec, run, start
 from libdsec.copies import RollbackRequest, SnapshotInfo, SnapshotRequest
@@ -315,9 +315,15 @@ class Sandbox:
         self.info = await self._api.call("POST", f"{self._path}/resume", SandboxInfo, safe=True)
         return self.info
 
-    async def hibernate(self) -> SandboxInfo:
-        """End its processes and keep nothing of it in memory. Its files, records and logs stay; whatever needs it to run wakes it first."""
-        self.info = await self._api.call("POST", f"{self._path}/hibernate", SandboxInfo, safe=True, timeout=120.0)
+    async def hibernate(self, *, memory: bool | None = None) -> SandboxInfo:
+        """Keep nothing of it in memory. Its files, records and logs stay; whatever needs it to run wakes it first.
+
+        `memory`: its running commands go on then (True; CheckpointFailed or ResourceExhausted when one cannot, and it runs on), end now
+        (False), or go on if they can (None; `info.memory_kept`, and `info.memory_lost` says why not). Unsupported: the node cannot
+        (capability `hibernate_memory`). Sessions and terminals end.
+        """
+        target = f"{self._path}/hibernate" + query({"memory": None if memory is None else int(memory)})
+        self.info = await self._api.call("POST", target, SandboxInfo, safe=True, timeout=200.0)
         return self.info
 
     async def rollback(self, snapshot: str | SnapshotInfo) -> SandboxInfo:

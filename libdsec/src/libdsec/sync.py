@@ -455,9 +455,14 @@ class SyncSandbox(_Wrapper):
         """Let it run on; a hibernated one wakes. No error when it runs."""
         return self._portal.run(self._inner.resume())
 
-    def hibernate(self) -> SandboxInfo:
-        """End its processes and keep nothing of it in memory. Its files, records and logs stay; whatever needs it to run wakes it first."""
-        return self._portal.run(self._inner.hibernate())
+    def hibernate(self, *, memory: bool | None = None) -> SandboxInfo:
+        """Keep nothing of it in memory. Its files, records and logs stay; whatever needs it to run wakes it first.
+
+        `memory`: its running commands go on then (True; CheckpointFailed or ResourceExhausted when one cannot, and it runs on), end now
+        (False), or go on if they can (None; `info.memory_kept`, and `info.memory_lost` says why not). Unsupported: the node cannot
+        (capability `hibernate_memory`). Sessions and terminals end.
+        """
+        return self._portal.run(self._inner.hibernate(memory=memory))
 
     def rollback(self, snapshot: str | SnapshotInfo) -> SandboxInfo:
         """Give it the files of a snapshot: of its own, or of one that it was forked with. All its processes end; a command that ran is
@@ -793,9 +798,9 @@ class SyncDSecClient(_Wrapper):
         made: Made = _wrap(self._portal, self._portal.run(self._inner.resume_all(labels)))
         return made
 
-    def hibernate_all(self, labels: Mapping[str, str]) -> Made:
-        """Hibernate all running sandboxes with these labels; as `pause_all`."""
-        made: Made = _wrap(self._portal, self._portal.run(self._inner.hibernate_all(labels)))
+    def hibernate_all(self, labels: Mapping[str, str], *, memory: bool | None = None) -> Made:
+        """Hibernate all running sandboxes with these labels; as `pause_all`. `memory`: as `Sandbox.hibernate`."""
+        made: Made = _wrap(self._portal, self._portal.run(self._inner.hibernate_all(labels, memory=memory)))
         return made
 
     def set_pool(self, args: DSecContainerRunArgs, size: int) -> PoolInfo:

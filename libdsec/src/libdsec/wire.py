@@ -162,6 +162,15 @@ class ForkRequest(Model):
     memory: bool = False
 
 
+class MemoryLost(Reply):
+    """Why running commands did not outlive a hibernation, though that was wanted: the code and text of the error, and which commands. Their
+    results say `ended_by="hibernate"`."""
+
+    code: str
+    message: str
+    commands: list[str] = msgspec.field(default_factory=list)
+
+
 class SandboxInfo(Reply):
     """A sandbox as listings show it. Times are Unix seconds."""
 
@@ -189,7 +198,8 @@ class SandboxInfo(Reply):
     cpu_class: CpuClass = CpuClass.LATENCY
     pause_reason: str | None = None  # asked, idle (auto_pause), pressure (the node is short of memory)
     auto_pause: float | None = None
-    memory_kept: bool | None = None  # of a hibernated one: whether its processes go on when it wakes
+    memory_kept: bool | None = None  # of a hibernated one: whether its running commands go on when it wakes
+    memory_lost: MemoryLost | None = None  # of one that woke or sleeps: why they did not or will not, though that was wanted
 
 
 class BatchItem(Reply):

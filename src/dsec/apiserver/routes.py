@@ -53,6 +53,7 @@ _C = _S + "/commands/{command}"
 _PATH = Param("path", "an absolute path in the sandbox", required=True)
 _USER = Param("user", "the sandbox user whose rights apply; the sandbox's own when not given")
 _LABEL = Param("label", "`key=value`; all that are given must match", many=True)
+_MEMORY = Param("memory", "1: its running commands go on later, or it is an error; 0: they end; else: if they can", kind="boolean")
 _KEY = Param("Idempotency-Key", "the same key and request give the same sandbox again")
 _RUNNING = {202: "It still runs: an ExecResult with the ending `running` and no output. Ask again with the wait route."}
 
@@ -121,14 +122,14 @@ ROUTES: tuple[Route, ...] = (
           params=(_PATH, _USER)),
     Route("POST", _S + "/pause", sandboxes.pause, "Let nothing inside run; whatever needs it to run resumes it first", reply=SandboxInfo),
     Route("POST", _S + "/resume", sandboxes.resume, "Let it run on; a hibernated one wakes", reply=SandboxInfo),
-    Route("POST", _S + "/hibernate", sandboxes.hibernate, "End its processes and keep nothing of it in memory; whatever needs it to "
-          "run wakes it first", reply=SandboxInfo),
+    Route("POST", _S + "/hibernate", sandboxes.hibernate, "Keep nothing of it in memory; whatever needs it to run wakes it first",
+          reply=SandboxInfo, params=(_MEMORY,)),
     Route("POST", "/v1/sandboxes:pause", sandboxes.pause_many, "Pause all that have these labels", reply=list[BatchItem],
           params=(_LABEL,)),
     Route("POST", "/v1/sandboxes:resume", sandboxes.resume_many, "Resume all that have these labels, or wake them", reply=list[BatchItem],
           params=(_LABEL,)),
     Route("POST", "/v1/sandboxes:hibernate", sandboxes.hibernate_many, "Hibernate all that have these labels", reply=list[BatchItem],
-          params=(_LABEL,)),
+          params=(_LABEL, _MEMORY)),
     Route("POST", _S + "/rollback", sandboxes.rollback, "Give it the files of a snapshot; all its processes end", body=RollbackRequest,
           reply=SandboxInfo),
     Route("POST", _S + "/snapshots", sandboxes.snapshot, "Copy its files as they are at one instant", body=SnapshotRequest,

@@ -71,11 +71,15 @@ async def resume(parts: Parts, request: Request) -> None:
 
 
 async def hibernate(parts: Parts, request: Request) -> None:
-    await request.reply(await parts.edge.hibernate(request.path["id"]))
+    await request.reply(await parts.edge.hibernate(request.path["id"], _memory(request)))
 
 
 async def hibernate_many(parts: Parts, request: Request) -> None:
-    await request.reply(await parts.edge.hibernate_many(_some_labels(request)))
+    await request.reply(await parts.edge.hibernate_many(_some_labels(request), _memory(request)))
+
+
+def _memory(request: Request) -> bool | None:
+    return None if request.text("memory") is None else request.flag("memory")
 
 
 async def rollback(parts: Parts, request: Request) -> None:

@@ -230,17 +230,18 @@ def resume(
 def hibernate(
     sandboxes: Annotated[list[str] | None, common.SANDBOXES] = None,
     label: Annotated[list[str], typer.Option("-l", "--label", metavar="KEY=VALUE", help="All with these labels.")] = [],  # noqa: B006
+    memory: Annotated[bool | None, typer.Option(help="Running commands go on later, or it is an error; or they end.")] = None,
 ) -> None:
-    """End the processes of sandboxes and keep only their files, until something is wanted of them."""
-    _each("hibernate", sandboxes, label)
+    """Keep nothing of sandboxes in memory, until something is wanted of them."""
+    _each("hibernate", sandboxes, label, memory=memory)
 
 
-def _each(what: str, sandboxes: list[str] | None, label: list[str]) -> None:
+def _each(what: str, sandboxes: list[str] | None, label: list[str], **options: bool | None) -> None:
     if not sandboxes and not label:
         common.fail("invalid_request: name sandboxes or --label", 2)
 
     async def one(client: DSecClient, reference: str) -> str:
-        id: str = (await getattr(await common.find(client, reference), what)()).id
+        id: str = (await getattr(await common.find(client, reference), what)(**options)).id
         return id
 
     async def work(client: DSecClient) -> list[DSecError]:
@@ -248,7 +249,7 @@ def _each(what: str, sandboxes: list[str] | None, label: list[str]) -> None:
 
         errors = await common.each_of(client, sandboxes or [], one)
         if label:
-            for item in await getattr(client, f"{what}_all")(common.pairs(label, "--label")):
+            for item in await getattr(client, f"{what}_all")(common.pairs(label, "--label"), **options):
                 if isinstance(item, DSecError):
                     errors.append(item)
                 else:

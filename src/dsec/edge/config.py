@@ -6,11 +6,13 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from dsec.config import FncallConfig, NodeConfig, PoolConfig, RemoteConfig, SandboxConfig
+from dsec.config import FncallConfig, MemoryConfig, NodeConfig, PoolConfig, RemoteConfig, SandboxConfig
 from libdsec.wire import CpuClass
 
 MIB = 1 << 20
-_NODE, _POOL, _SANDBOX, _REMOTE, _FNCALL = NodeConfig(), PoolConfig(), SandboxConfig(), RemoteConfig(), FncallConfig()  # the defaults
+# the defaults
+_NODE, _POOL, _SANDBOX, _REMOTE = NodeConfig(), PoolConfig(), SandboxConfig(), RemoteConfig()
+_FNCALL, _MEMORY = FncallConfig(), MemoryConfig()
 
 
 def find_aether() -> Path:
@@ -105,6 +107,8 @@ class EdgeConfig:
     swap_bytes: int = 0  # 0: as much as the machine has memory, at most a quarter of the free disk
     pressure: str = "off"  # how far to go when the host is short of memory: off, reclaim, pause, evict
     reclaim_after: float | None = None  # a sandbox that is idle for so long gives its memory back
+    image_bytes: int = _MEMORY.image_mb * MIB  # of the running commands of one sandbox
+    images_bytes: int = _MEMORY.images_mb * MIB  # of all together
 
     def run_of(self, sandbox_id: str) -> str:
         """RUN/<id>. Text: paths of sandboxes are on the hot path."""
@@ -126,6 +130,11 @@ class EdgeConfig:
     def memory(self) -> Path:
         """STATE/memory: images of forks that are under way."""
         return self.state_dir / "memory"
+
+    @property
+    def hibernated(self) -> Path:
+        """STATE/hibernated: running commands of sandboxes that sleep, a directory for each sandbox."""
+        return self.state_dir / "hibernated"
 
     @property
     def medium(self) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -19,6 +20,7 @@ from dsec.edge.backends.base import Backend, ImageResolver
 from dsec.edge.config import EdgeConfig
 from dsec.edge.journal import Journal
 from dsec.edge.lifecycle import Sandbox, Spoiled, Table
+from dsec.edge.memories import Memories
 from dsec.edge.metrics import Metrics
 from dsec.edge.supervisor import ConnectionLost, Control, lost
 from dsec.edge.wire import Fields, Frame, WireError
@@ -50,6 +52,7 @@ class Core:
         self.backends: dict[str, Backend] = {}
         self.snapshots: dict[str, Snapshot] = {}
         self.memories: dict[str, Path] = {}  # of passing ones: images of the commands that ran
+        self.images_room = Memories(config.state_dir, config.image_bytes, config.images_bytes)
         self.cut_off: set[str] = set()  # passing ones of an earlier edge whose memory was to be restored
         self.passing: dict[str, Snapshot] = {}  # under way, and those of forks, which nobody else sees
         self.foreign_volumes: set[str] = set()  # of snapshots that a newer edge made
@@ -123,9 +126,15 @@ class Core:
         """Let a hibernated sandbox run."""
         raise NotImplementedError
 
-    async def call(self, sandbox: Sandbox, kind: int, payload: bytes = b"", again: bool = True) -> Frame:
+    def sleeper(self, sandbox: Sandbox, command: str) -> bool:
+        """Whether this command sleeps with its sandbox, and goes on when that wakes."""
+        if sandbox.state is not State.HIBERNATED or not sandbox.keeps or not command.replace("-", "a").isalnum():
+            return False
+        return (self.config.hibernated / sandbox.id / command).is_dir()
+
+    async def call(self, sandbox: Sandbox, kind: int, payload: bytes = b"", again: bool = True, command: str | None = None) -> Frame:
         """One request and its reply. A request whose connection broke is sent once more (`again`) when the supervisor answers again:
-        only for requests that have the same effect when they come twice."""
+        only for requests that have the same effect when they come twice. One that waits for a command waits while that sleeps."""
         control = sandbox.control
         if control is None or control.closed:
             control = await self.reach(sandbox)
@@ -134,6 +143,9 @@ class Core:
             return await control.call(kind, payload)
         except ConnectionLost as error:
             # until here the request may have been served or not
+            await self.settled(sandbox)
+            if command is not None and self.sleeper(sandbox, command):
+                await asyncio.shield(sandbox.awake)
             control = await self._after_loss(sandbox, error, kind, turn, again)
         if not again:
             raise lost(sandbox.id, "its connection broke during the request; the effect is unknown")
@@ -269,11 +281,11 @@ class Core:
 
     # the end ----------------------------------------------------------------------------------------------------------------------
 
-    def order_stop(self, sandbox: Sandbox, control: Control, why: bytes) -> None:
+    def order_stop(self, sandbox: Sandbox, control: Control, cause: Cause, reason: str | None = None) -> None:
         """Tell its supervisor to end it. That comes as an event, or by way of a broken connection; the sweep looks after one that hangs."""
-        sandbox.stop_by = asyncio.get_running_loop().time() + self.config.stop_timeout
+        sandbox.stop_by, sandbox.stop_cause = asyncio.get_running_loop().time() + self.config.stop_timeout, cause
         self.due(time.time() + self.config.stop_timeout)
-        control.call(wire.F_STOP, why)
+        control.call(wire.F_STOP, wire.text(wire.T_CAUSE, cause.value) + (wire.text(wire.T_REASON, reason) if reason else b""))
 
     async def bury(self, sandbox: Sandbox, why: str, cause: Cause = Cause.INFRA_LOST) -> None:
         """End a sandbox without its supervisor: kill by cgroup, remove what is left, take the cause from what the supervisor wrote."""
@@ -314,6 +326,8 @@ class Core:
             self.vanish(sandbox, Spoiled(f"sandbox {sandbox.id}: {detail or cause.value}", sandbox=sandbox.id), cause)
             return
         sandbox.state, sandbox.move = State.ENDED, None
+        sandbox.stirred()
+        self.forget_memory(sandbox)
         sandbox.cause, sandbox.detail, sandbox.ended_at, sandbox.noticed = cause, detail, at, time.time()
         control, sandbox.control = sandbox.control, None
         if control is not None:
@@ -336,6 +350,13 @@ class Core:
             sandbox.ended.set_result(None)
         level = logging.INFO if cause in (Cause.STOPPED, Cause.EXPIRED) else logging.WARNING
         log.log(level, "ended: %s", cause.value, extra={"sandbox_id": sandbox.id, "detail": detail})
+
+    def forget_memory(self, sandbox: Sandbox) -> None:
+        """Its commands run again, or never will: their images go."""
+        directory = self.config.hibernated / sandbox.id
+        self.images_room.release(sandbox.id)
+        if directory.exists():
+            self.spawn(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True), f"forget the memory of {sandbox.id}")
 
     def vanish(self, sandbox: Sandbox, error: DSecError, cause: Cause) -> None:
         """Its kernel objects are gone and no creator ever had it: no tombstone, and whoever waited for it gets the error."""

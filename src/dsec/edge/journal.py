@@ -2,7 +2,8 @@
 
 It holds what a restarted edge cannot learn from a running supervisor: the spec, the uid slot, names, keys. Kinds of lines:
 `create` (before anything is made), `ready`, `change` (labels, lease), `ended`, `gone` (the tombstone was removed), and of version 2
-`rollback` and `hibernate` (its supervisor leaves, another one follows, whose `ready` ends the matter).
+`rollback` and `hibernate` (its supervisor leaves, another one follows, whose `ready` ends the matter). A `hibernate` whose running commands
+go on later is of version 3.
 
 A line carries the first version whose edges understand it, so an older edge reads a journal as long as nothing in it would be lost on it.
 """
@@ -16,10 +17,11 @@ import msgspec
 
 from dsec.linux.files import sync_directory
 from libdsec.errors import ResourceExhausted
-from libdsec.wire import Cause, CpuClass, Limits, SandboxSpec
+from libdsec.wire import Cause, CpuClass, Limits, MemoryLost, SandboxSpec
 
 VERSION = 1
 MOVED = 2  # the version of lines about a sandbox without a supervisor
+KEPT = 3  # of those about one whose running commands are on the disk
 COMPACT_BYTES = 32 << 20  # a running edge compacts when the file passed this and is mostly history
 
 
@@ -87,6 +89,9 @@ class Hibernate(Line, tag="hibernate"):
     turn: int  # of the next supervisor
     done: bool = False
     disk: int = 0  # bytes that its files take
+    kept: bool = False  # the commands that ran go on in the next supervisor: STATE/hibernated/<id>
+    boot: str = ""  # of the machine that they ran on: after another start of it they cannot go on
+    lost: MemoryLost | None = None  # why they do not, though that was wanted
     damage: list[str] = msgspec.field(default_factory=list)
 
 
@@ -149,8 +154,8 @@ def load(path: Path) -> dict[str, Entry]:
             if number == len(lines) and not torn:
                 break  # a block of zeros, or half a line that a later newline closed
             raise JournalError(f"{path}:{number}: not a journal line: {error}") from error
-        if not VERSION <= version <= MOVED:
-            raise JournalError(f"{path}:{number}: journal version {version}, this edge knows versions {VERSION} to {MOVED} only")
+        if not VERSION <= version <= KEPT:
+            raise JournalError(f"{path}:{number}: journal version {version}, this edge knows versions {VERSION} to {KEPT} only")
         try:
             line = _DECODER.decode(raw)
         except msgspec.MsgspecError as error:

@@ -22,7 +22,7 @@ from libdsec.errors import (
     SandboxNotFound,
     Unavailable,
 )
-from libdsec.wire import Cause, CpuClass, Health, Limits, SandboxInfo, SandboxSpec, State
+from libdsec.wire import Cause, CpuClass, Health, Limits, MemoryLost, SandboxInfo, SandboxSpec, State
 
 if TYPE_CHECKING:
     from dsec.edge.pool import Pool
@@ -53,7 +53,9 @@ class Sandbox:
 
     __slots__ = (
         "auto_pause",
+        "awake",
         "backend",
+        "began",
         "cause",
         "control",
         "cpu_class",
@@ -78,6 +80,7 @@ class Sandbox:
         "labels",
         "layers",
         "limits",
+        "memory_lost",
         "move",
         "name",
         "noticed",
@@ -98,6 +101,7 @@ class Sandbox:
         "state",
         "state_dir",
         "stop_by",
+        "stop_cause",
         "stopping",
         "streams",
         "titles",
@@ -141,6 +145,7 @@ class Sandbox:
         self.detail: str | None = None
         self.stopping: Cause | None = None
         self.stop_by: float | None = None  # on the loop's clock: then its supervisor is taken for hung
+        self.stop_cause = Cause.STOPPED  # what it was told then
         self.kept = True  # its directory of records is still there
         self.journaled = False
         self.pid = self.init_pid = 0
@@ -152,9 +157,12 @@ class Sandbox:
         self.pool: Pool | None = None  # it was made ahead, and is nobody's until its hand-out is done
         self.env: dict[str, str] = {}  # of its image
         self.turn = 0  # how often it was made again; a supervisor serves one turn
+        self.began = 0.0  # when this turn did, if another one was before
         self.crashed = -1  # the last turn whose supervisor died when it should have left in order
         self.move: Move | None = None  # it has no supervisor, or will have another one soon
         self.disk = 0  # bytes of its files, while it is hibernated
+        self.memory_lost: MemoryLost | None = None  # at its last hibernation or wake
+        self.awake: asyncio.Future[None] = loop.create_future()  # done when it does not sleep any more
         self.waking: asyncio.Task[DSecError | None] | None = None
         self.titles: OrderedDict[str, str] = OrderedDict()  # of its latest commands
         self.streams = 0  # connections of their own that are open now
@@ -180,13 +188,18 @@ class Sandbox:
             workdir=self.workdir, health=self.health, damage=self.damage, ended_at=self.ended_at, cause=self.cause, detail=self.detail,
             warnings=self.warnings, paused=self.paused and self.state is State.RUNNING, cpu_class=self.cpu_class,
             pause_reason=self.pause_reason if self.paused and self.state is State.RUNNING else None, auto_pause=self.auto_pause,
-            memory_kept=False if self.state is State.HIBERNATED else None,
+            memory_kept=self.keeps if self.state is State.HIBERNATED else None, memory_lost=self.memory_lost,
         )  # fmt: skip
 
     @property
     def at_rest(self) -> bool:
         """It has no supervisor: what is known of its commands is on the disk."""
         return self.state in (State.ENDED, State.HIBERNATED)
+
+    @property
+    def keeps(self) -> bool:
+        """The commands that ran when it was hibernated are on the disk, and go on when it wakes."""
+        return isinstance(self.move, Hibernate) and self.move.kept
 
     def moved(self, turn: int) -> bool:
         """Its supervisor of that turn left, and the sandbox goes on without it."""
@@ -206,10 +219,17 @@ class Sandbox:
 
     def hibernated(self, line: Hibernate) -> None:
         """Nothing of it is in memory."""
-        self.state, self.move, self.disk = State.HIBERNATED, line, line.disk
+        self.state, self.move, self.disk, self.memory_lost = State.HIBERNATED, line, line.disk, line.lost
+        if self.awake.done():
+            self.awake = asyncio.get_running_loop().create_future()
         self.paused, self.pid, self.init_pid = False, 0, 0
         for what in line.damage:
             self.damaged(what)
+
+    def stirred(self) -> None:
+        """It sleeps no more: it runs, or has ended."""
+        if not self.awake.done():
+            self.awake.set_result(None)
 
     def damaged(self, what: str) -> None:
         """Note damage; a sandbox repeats itself, the list does not."""

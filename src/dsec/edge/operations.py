@@ -5,12 +5,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import suppress
-from typing import NamedTuple
 
 from dsec.edge import commands, records, streams, wire
 from dsec.edge.backends.base import require
 from dsec.edge.commands import command_field, encode, env_fields, new_command_id, session_field, text_field
 from dsec.edge.core import Core
+from dsec.edge.left import LogRange, read_left, replay
 from dsec.edge.lifecycle import Sandbox
 from dsec.edge.streams import Item, Output
 from dsec.edge.supervisor import ConnectionLost, Stream
@@ -36,13 +36,6 @@ _READ = wire.WIRE_MAX - 8
 _FAR = (1 << 63) - 1
 MAX_READ = 64 << 20
 _ENDING_SLACK = 0.25  # seconds by which our clock may be behind the supervisor's look at the deadline
-
-
-class LogRange(NamedTuple):
-    """A piece of a log. `offset`: of its first byte; above the one asked for when the bytes before are no longer kept."""
-
-    offset: int
-    data: bytes
 
 
 class Operations(Core):
@@ -87,6 +80,7 @@ class Operations(Core):
         sandbox = await self._seen(sandbox_id)
         if sandbox.at_rest:
             found = await asyncio.to_thread(records.read_commands, self._kept(sandbox))
+            found += await asyncio.to_thread(self._sleeping, sandbox)
         else:
             found = [_record(Fields(frame.payload)) for frame in await self.collect(sandbox, wire.F_LIST)]
         found.sort(key=lambda record: record.start_ns)
@@ -111,9 +105,17 @@ class Operations(Core):
     async def wait(self, sandbox_id: str, command: str, timeout: float | None = None) -> ExecResult:
         """The end of a command with its kept output. After `timeout` seconds a result whose ending is RUNNING, without output."""
         sandbox = await self._seen(sandbox_id)
-        if sandbox.at_rest:
-            return await self._left_result(sandbox, command)
         command_field(command)
+        if self.sleeper(sandbox, command):
+            with suppress(TimeoutError):
+                began = time.monotonic()
+                await asyncio.wait_for(asyncio.shield(sandbox.awake), timeout)
+                timeout = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+                await self.settled(sandbox)
+        if sandbox.at_rest and not self.sleeper(sandbox, command):
+            return await self._left_result(sandbox, command)
+        if sandbox.at_rest:
+            return ExecResult(id=command, sandbox=sandbox.id, ending=Ending.RUNNING, exit_code=None)
         waiting = sandbox.waits.get(command)
         if waiting is None:
             # one question for any number of waiters; it stays when they give up, for those who come back
@@ -135,7 +137,7 @@ class Operations(Core):
 
     async def _wait(self, sandbox: Sandbox, command: str) -> Record | DSecError:
         try:
-            return _record(Fields((await self.call(sandbox, wire.F_WAIT, command_field(command))).payload))
+            return _record(Fields((await self.call(sandbox, wire.F_WAIT, command_field(command), command=command)).payload))
         except DSecError as error:
             return error
         finally:
@@ -151,7 +153,7 @@ class Operations(Core):
         sandbox = await self._seen(sandbox_id)
         if sandbox.at_rest:
             record = await self._left(sandbox, command)
-            return await asyncio.to_thread(_read_left, sandbox, record, which, offset, limit)
+            return await asyncio.to_thread(read_left, sandbox, record, which, offset, limit)
         first, parts, have = -1, [], 0
         while have < limit:
             at, data = await self._log_read(sandbox, command, which, offset, limit - have)
@@ -188,17 +190,22 @@ class Operations(Core):
         if sandbox.at_rest:
             async for item in self._replay(sandbox, command, at):
                 yield item
-            return
+            if not self.sleeper(sandbox, command) or not follow:
+                return
+            await asyncio.shield(sandbox.awake)
         async for item in self._stream(sandbox, command, _attach(command, at, follow), at, False, follow):
             yield item
 
     async def _replay(self, sandbox: Sandbox, command: str, at: dict[int, int]) -> AsyncIterator[Item]:
         """What the log on the disk has from these offsets on, and the end."""
         record = await self._left(sandbox, command)
-        for which, offset in at.items():
-            async for item in _replay(sandbox, record, which, offset):
+        for which, offset in list(at.items()):
+            async for item in replay(sandbox, record, which, offset):
+                if isinstance(item, Output):
+                    at[which] = item.offset + len(item.data)
                 yield item
-        yield StreamEvent(event="end", id=command, result=commands.result(sandbox.id, record))
+        if record.ending != wire.END_RUNNING:
+            yield StreamEvent(event="end", id=command, result=commands.result(sandbox.id, record))
 
     async def _stream(
         self, sandbox: Sandbox, command: str, request: bytes, at: dict[int, int], runs: bool, follow: bool = True
@@ -219,7 +226,7 @@ class Operations(Core):
                         if isinstance(item, Output):
                             at[item.stream] = item.offset + len(item.data)
                         elif item.result is not None:
-                            await self._check_ending(sandbox, item.result.ending)
+                            await self._check_ending(sandbox, item.result.ending, item.result.ended_at)
                             if item.result.shell_replaced:
                                 sandbox.damaged("its shell was replaced")
                         yield item
@@ -230,12 +237,16 @@ class Operations(Core):
                         raise await self.fate(sandbox, str(error), turn) from error
                 if stream is not None:
                     stream.close()
-                if runs:
+                if self.sleeper(sandbox, command):
+                    await asyncio.shield(sandbox.awake)
+                    await self.settled(sandbox)
+                elif runs:
                     continue  # it was not read before its supervisor left
                 if sandbox.at_rest:
                     async for item in self._replay(sandbox, command, at):
                         yield item
                     return
+                runs = False
                 request = _attach(command, at, follow)
         except DSecError as error:
             raise self._noticed(sandbox, error) from error
@@ -340,7 +351,7 @@ class Operations(Core):
     async def _exec(self, sandbox: Sandbox, payload: bytes, command: str) -> Frame:
         try:
             # the id makes a repeated EXEC attach to what the first one started
-            return await self.call(sandbox, wire.F_EXEC, payload)
+            return await self.call(sandbox, wire.F_EXEC, payload, command=command)
         except DSecError as error:
             error.details.setdefault("command", command)
             raise self._noticed(sandbox, error) from error
@@ -365,12 +376,12 @@ class Operations(Core):
 
     async def _check_end(self, sandbox: Sandbox, record: Record) -> None:
         if record.ending in (wire.END_LOST, wire.END_KILLED):
-            await self._check_ending(sandbox, commands.ENDINGS[record.ending])
+            await self._check_ending(sandbox, commands.ENDINGS[record.ending], record.end_ns / 1e9)
 
-    async def _check_ending(self, sandbox: Sandbox, ending: Ending) -> None:
+    async def _check_ending(self, sandbox: Sandbox, ending: Ending, at: float) -> None:
         """A command that died with its sandbox raises: the caller learns why the sandbox ended, not that its command was killed."""
-        if ending not in (Ending.SANDBOX_LOST, Ending.KILLED):
-            return
+        if ending not in (Ending.SANDBOX_LOST, Ending.KILLED) or sandbox.state is State.HIBERNATED or at < sandbox.began:
+            return  # the sandbox went on after that
         if ending is Ending.KILLED and not self._is_ending(sandbox):
             return
         with suppress(TimeoutError):
@@ -421,9 +432,9 @@ class Operations(Core):
         return sandbox
 
     async def _not_over(self, sandbox: Sandbox, command: str) -> None:
-        """CommandEnded when the sandbox is hibernated, for which alone it is not woken; CommandNotFound."""
+        """CommandEnded when the sandbox is hibernated without it, for which alone it is not woken; CommandNotFound."""
         await self.settled(sandbox)
-        if sandbox.state is State.HIBERNATED:
+        if sandbox.state is State.HIBERNATED and not self.sleeper(sandbox, command):
             await self._left(sandbox, command)
             raise CommandEnded(f"command {command} has ended", command=command, sandbox=sandbox.id)
 
@@ -432,7 +443,13 @@ class Operations(Core):
             raise sandbox.gone()
         return sandbox.state_dir
 
+    def _sleeping(self, sandbox: Sandbox) -> list[Record]:
+        return records.sleeping(self.config.hibernated / sandbox.id) if sandbox.state is State.HIBERNATED and sandbox.keeps else []
+
     async def _left(self, sandbox: Sandbox, command: str) -> Record:
+        for record in await asyncio.to_thread(self._sleeping, sandbox):
+            if record.command == command:
+                return record
         try:
             return await asyncio.to_thread(records.find_command, self._kept(sandbox), command, sandbox.id)
         except CommandNotFound:
@@ -469,27 +486,3 @@ def _asleep(sandbox: Sandbox) -> Usage:
 def _running(command: str, fields: Fields) -> Record:
     start = fields.u64(wire.T_TIME_NS) or time.time_ns()
     return Record(command, start, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0, wire.END_RUNNING, 0, 0, fields.u64(wire.T_PID), 0, b"", b"")
-
-
-def _read_left(sandbox: Sandbox, record: Record, stream: int, offset: int, limit: int) -> LogRange:
-    first, data = records.read_log(sandbox.state_dir, record, stream, offset, limit)
-    while data and len(data) < limit:
-        at, more = records.read_log(sandbox.state_dir, record, stream, first + len(data), limit - len(data))
-        if not more or at != first + len(data):
-            break
-        data += more
-    return LogRange(first, data)
-
-
-async def _replay(sandbox: Sandbox, record: Record, stream: int, offset: int) -> AsyncIterator[Item]:
-    total, _ = commands.totals(record, stream)
-    name = "stdout" if stream == wire.STREAM_OUT else "stderr"
-    while offset < total:
-        at, data = await asyncio.to_thread(records.read_log, sandbox.state_dir, record, stream, offset, wire.WIRE_DATA)
-        if not data:
-            at = total
-        if at > offset:
-            yield StreamEvent(event="gap", id=record.command, stream=name, from_=offset, to=at)
-        if data:
-            yield Output(stream, at, data)
-        offset = at + len(data)

@@ -26,7 +26,7 @@ from dsec.edge.supervisor import ConnectionLost
 from dsec.edge.wire import Fields
 from libdsec.errors import DSecError
 from libdsec.nodes import MemoryInfo, Relief
-from libdsec.wire import CpuClass, State
+from libdsec.wire import Cause, CpuClass, State
 
 log = logging.getLogger("dsec.edge")
 _LOOK, _LOOK_SHORT = 1.0, 0.2  # seconds
@@ -200,7 +200,7 @@ class Pressure(Core):
         why = f"the node had {self.admission.host.available // MIB} MiB left; {what} and held {held.memory // MIB} MiB"
         self._relieved(held, "evict", held.memory)
         log.warning("evicted: %s", why, extra={"sandbox_id": sandbox.id})
-        self.order_stop(sandbox, control, wire.text(wire.T_CAUSE, "evicted") + wire.text(wire.T_REASON, why))
+        self.order_stop(sandbox, control, Cause.EVICTED, why)
         await asyncio.shield(sandbox.ended)
         return True
 

@@ -4,9 +4,11 @@ The files were written by aether, but the output in them by the sandbox: nothing
 """
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +19,8 @@ from libdsec.wire import Cause
 
 _MAX_FILE = 512 << 20
 _MAX_END = 64 << 10
+_MEMORY_FILE, _RECORD_AT = "command", 8  # struct memory of native/aether.h
+_COMPLETE = "complete"
 
 
 class End(msgspec.Struct):
@@ -62,6 +66,25 @@ def read_commands(directory: str) -> list[Record]:
         found.append(record)
         at += record.size
     return found
+
+
+def sleeping(directory: Path) -> list[Record]:
+    """The commands that go on when their sandbox wakes, as far as their logs are kept: their records have no end yet."""
+    found = []
+    for path in directory.glob(f"*/{_MEMORY_FILE}"):
+        with contextlib.suppress(OSError, WireError):
+            found.append(wire.record(path.read_bytes(), _RECORD_AT))
+    return found
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether the sandbox was hibernated with this memory, and has not run since."""
+    return (directory / _COMPLETE).exists()
+
+
+def use_up(directory: Path) -> None:
+    """What is there is of the past: its sandbox has other files."""
+    (directory / _COMPLETE).unlink(missing_ok=True)
 
 
 def find_command(directory: str, command: str, sandbox: str) -> Record:

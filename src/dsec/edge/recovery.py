@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import os
+import shutil
 import time
 
 from dsec.edge import journal as lines
@@ -66,6 +67,16 @@ class Recovery(Pooling, Turns):
             if sandbox.pool is None and sandbox.state is State.RUNNING and entries[sandbox.id].ready is None:
                 await self._half_made(sandbox)
         await self._remove_orphans()
+        await self._sort_memory()
+
+    async def _sort_memory(self) -> None:
+        """Images of sandboxes that sleep count; others are nobody's."""
+        found = list(self.config.hibernated.iterdir()) if self.config.hibernated.exists() else []
+        for directory in found:
+            if self.table.known(directory.name) and self.table.get(directory.name).state is State.HIBERNATED:
+                self.images_room.settle(directory.name, directory)
+            else:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     def history(self) -> list[Entry]:
         """What the journal has to remember."""
@@ -212,7 +223,7 @@ class Recovery(Pooling, Turns):
             if sandbox.state is not State.RUNNING or sandbox.recovering is not None:
                 continue
             if sandbox.stop_by is not None and sandbox.stop_by < now:
-                self._end_hung(sandbox, f"its supervisor did not obey a stop within {self.config.stop_timeout:.0f} s", Cause.STOPPED)
+                self._end_hung(sandbox, f"its supervisor did not obey a stop within {self.config.stop_timeout:.0f} s", sandbox.stop_cause)
             elif sandbox.deadline is not None and sandbox.deadline < before:
                 self._end_hung(sandbox, "its supervisor missed the deadline", Cause.EXPIRED)
 

@@ -16,8 +16,10 @@ import msgspec
 
 from dsec.edge import wire
 from dsec.edge.backends.base import require
+from dsec.edge.config import MIB
 from dsec.edge.core import Core
 from dsec.edge.lifecycle import Sandbox, random_text
+from dsec.edge.memories import wanted
 from dsec.edge.specs import check_labels
 from dsec.images.model import ResolvedImage
 from dsec.linux.files import write_whole
@@ -143,8 +145,10 @@ class Snapshots(Core):
             directory.mkdir(mode=0o700)
         except OSError as error:
             raise ResourceExhausted(f"a place for the memory of sandbox {sandbox.id}: {error.strerror}", resource="disk") from error
-        request = wire.text(wire.T_NAME, volume) + wire.text(wire.T_PATH, str(directory))
+        most = self.images_room.reserve(volume, wanted((sandbox.limits.memory_mb or 0) * MIB))
+        request = wire.text(wire.T_NAME, volume) + wire.text(wire.T_PATH, str(directory)) + wire.u64(wire.T_LENGTH, most)
         await self.call(sandbox, wire.F_CHECKPOINT, request, again=False)
+        await asyncio.to_thread(self.images_room.settle, volume, directory)
 
     async def restore_memory(self, sandbox: Sandbox, volume: str) -> None:
         """Commands of the sandbox that was copied go on in this one, which is new. CheckpointFailed names the one that cannot."""
@@ -174,6 +178,7 @@ class Snapshots(Core):
         memory = self.memories.pop(made.id, None)
         if memory is not None:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, memory, ignore_errors=True))
+            self.images_room.release(made.id)
         self.table.release_slot(made.slot)
         self.images.unpin(made.id)
         await self._drop(made.id)

@@ -99,7 +99,7 @@ class Swap:
         size = self._config.swap_bytes or facts.memory()["MemTotal"]
         number = swap.make_zram(size)
         try:
-            self._note.write_text(json.dumps({"number": number, "boot": _boot()}) + "\n")
+            self._note.write_text(json.dumps({"number": number, "boot": facts.boot_id()}) + "\n")
             swap.on(swap.zram_path(number))
         except OSError:
             swap.remove_zram(number)
@@ -112,7 +112,7 @@ def zram_number(state: Path) -> int | None:
     """The zram device that a node with this state directory made since the machine started."""
     try:
         found = json.loads((state / "zram.json").read_text())
-        return int(found["number"]) if found["boot"] == _boot() else None
+        return int(found["number"]) if found["boot"] == facts.boot_id() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -127,7 +127,3 @@ def remove(state: Path) -> None:
     if os.path.lexists(file):
         swap.off(file)
         file.unlink()
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -4,8 +4,8 @@ While a sandbox has no supervisor that serves, `recovering` is set and whoever w
 anything is done, and each step may be done twice, so that an edge that dies anywhere here is followed by one that goes on (`carry_on`):
 
     rollback    copy the snapshot beside the layer; line; leave; start on the copy, which takes the layer's place; `ready`
-    hibernate   line; leave, which writes the files back; the line again, done and fsynced
-    wake        start; `ready`
+    hibernate   line; leave, which writes the files back, and if it can the running commands; the line again, done and fsynced
+    wake        start; the running commands go on; `ready`
 """
 from __future__ import annotations
 
@@ -13,29 +13,36 @@ import asyncio
 import contextlib
 import errno
 import logging
+import shutil
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from dsec.edge import journal as lines
 from dsec.edge import wire
 from dsec.edge.backends.base import require
+from dsec.edge.config import MIB
 from dsec.edge.journal import Hibernate, Rollback
 from dsec.edge.lifecycle import SLOT_SIZE, Sandbox
+from dsec.edge.memories import wanted
 from dsec.edge.pausing import Pausing, each
-from dsec.edge.records import read_end
+from dsec.edge.records import is_complete, read_end, sleeping, use_up
 from dsec.edge.snapshots import Snapshot, Snapshots
-from dsec.edge.supervisor import ConnectionLost, lost
+from dsec.edge.supervisor import ConnectionLost, Control, lost
 from dsec.edge.telling import describe, hostname
 from dsec.edge.wire import Fields, WireError
+from dsec.linux import facts
+from dsec.linux.files import sync_directory
 from libdsec.copies import RollbackRequest
-from libdsec.errors import DSecError, SnapshotMismatch, SnapshotNotFound, Unavailable, Unsupported
-from libdsec.wire import BatchItem, Cause, Health, SandboxInfo, State
+from libdsec.errors import CheckpointFailed, DSecError, ResourceExhausted, SnapshotMismatch, SnapshotNotFound, Unavailable, Unsupported
+from libdsec.wire import BatchItem, Cause, Health, MemoryLost, SandboxInfo, State
 
 log = logging.getLogger("dsec.edge")
 _LEAVE = 60.0  # seconds for a supervisor to leave: it writes back what its sandbox wrote
+_LEAVE_WITH_MEMORY = 150.0  # criu has 60 for a command
 _TRIES = 3
+_SOON = 0.05  # seconds
 _GONE = "volume_not_found"
-_STOP = {cause: wire.text(wire.T_CAUSE, cause.value) for cause in Cause}
 
 
 class Turns(Snapshots, Pausing):
@@ -61,21 +68,27 @@ class Turns(Snapshots, Pausing):
         await self._turn(sandbox, self._roll_back(sandbox, made))
         return sandbox.info()
 
-    async def hibernate(self, sandbox_id: str) -> SandboxInfo:
-        """Its processes end and nothing of it is in memory when this returns; its files, records and logs are on the disk. No error when it
-        is so."""
+    async def hibernate(self, sandbox_id: str, memory: bool | None = None) -> SandboxInfo:
+        """Nothing of it is in memory when this returns; its files, records and logs are on the disk. No error when it is so. Its running
+        commands go on when it wakes (`memory` true), end (false), or go on if they can (None: `memory_lost` says why they cannot).
+        CheckpointFailed, ResourceExhausted: they cannot, and it runs on."""
         sandbox = self.live(sandbox_id)
-        require(self.backends[sandbox.backend], "hibernate", f"hibernation of sandbox {sandbox.id}")
+        backend = self.backends[sandbox.backend]
+        require(backend, "hibernate", f"hibernation of sandbox {sandbox.id}")
+        if memory:
+            require(backend, "hibernate_memory", f"hibernation of sandbox {sandbox.id} with its running commands")
+        elif not backend.capabilities.get("hibernate_memory"):
+            memory = False
         if sandbox.spec.disk == "memory":
             raise _no_medium(sandbox, "hibernate")
         await self._still(sandbox)
         if sandbox.state is not State.HIBERNATED:
-            await self._turn(sandbox, self._hibernate(sandbox))
+            await self._turn(sandbox, self._hibernate(sandbox, memory))
         return sandbox.info()
 
-    async def hibernate_many(self, labels: Mapping[str, str]) -> list[BatchItem]:
+    async def hibernate_many(self, labels: Mapping[str, str], memory: bool | None = None) -> list[BatchItem]:
         """Every running sandbox that has all these labels, paused or not."""
-        return await each(self.matching(labels, State.RUNNING), self.hibernate)
+        return await each(self.matching(labels, State.RUNNING), lambda sandbox_id: self.hibernate(sandbox_id, memory))
 
     async def wake(self, sandbox: Sandbox) -> None:
         """It runs when this returns. Any number of callers wake it once."""
@@ -159,6 +172,7 @@ class Turns(Snapshots, Pausing):
         if sandbox.ended.done():
             return
         sandbox.health, sandbox.damage = Health.OK, []
+        use_up(self.config.hibernated / sandbox.id)
         try:
             await self._again(sandbox, line.turn)
         except (DSecError, ConnectionLost) as error:
@@ -175,11 +189,18 @@ class Turns(Snapshots, Pausing):
         with contextlib.suppress(DSecError):  # then the next edge finds that nothing was done
             self.journal.write(sandbox.answers() if before is None else before)
 
-    async def _hibernate(self, sandbox: Sandbox) -> None:
+    async def _hibernate(self, sandbox: Sandbox, memory: bool | None) -> None:
         sandbox.move = line = Hibernate(v=lines.MOVED, id=sandbox.id, turn=sandbox.turn + 1)
+        lost: MemoryLost | None = None
         try:
             self.journal.write(line)
-            disk = await self._leave(sandbox, "hibernate")
+            try:
+                disk = await self._leave_with_memory(sandbox) if memory is not False else await self._leave(sandbox, "hibernate")
+            except (CheckpointFailed, ResourceExhausted, Unavailable) as error:
+                if memory or memory is False or sandbox.control is None:
+                    raise
+                lost = await self._losing(sandbox, error)
+                disk = await self._leave(sandbox, "hibernate")
         except BaseException:
             if sandbox.state is State.RUNNING and not self.closing:
                 sandbox.move = None
@@ -187,18 +208,58 @@ class Turns(Snapshots, Pausing):
                     self.journal.write(sandbox.answers())
             raise
         if sandbox.state is not State.ENDED:
-            self._lie_down(sandbox, line.turn, disk)
+            self._lie_down(sandbox, line.turn, disk, lost)
 
-    async def _leave(self, sandbox: Sandbox, why: str) -> int:
+    async def _leave_with_memory(self, sandbox: Sandbox) -> int:
+        """A process that cannot be stopped just now can be a moment later."""
+        for attempt in range(_TRIES):
+            if attempt:
+                await asyncio.sleep(_SOON)
+            try:
+                return await self._leave(sandbox, "hibernate", with_memory=True)
+            except Unavailable:
+                await self._let_memory_go(sandbox)
+                if attempt == _TRIES - 1 or sandbox.control is None:
+                    raise
+            except DSecError:
+                await self._let_memory_go(sandbox)
+                raise
+        raise AssertionError
+
+    async def _losing(self, sandbox: Sandbox, error: DSecError) -> MemoryLost | None:
+        assert sandbox.control is not None
+        listed = [wire.record(Fields(frame.payload).bytes(wire.T_RECORD) or b"") for frame in await sandbox.control.collect(wire.F_LIST)]
+        running = [record.command for record in listed if record.ending == wire.END_RUNNING]
+        return MemoryLost(code=error.code, message=error.message, commands=running) if running else None
+
+    def _place_for_memory(self, sandbox: Sandbox) -> bytes:
+        """The fields of LEAVE that name it."""
+        directory = self.config.hibernated / sandbox.id
+        most = self.images_room.reserve(sandbox.id, wanted((sandbox.limits.memory_mb or 0) * MIB))
+        try:
+            self.config.hibernated.mkdir(mode=0o700, exist_ok=True)
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(mode=0o700)
+            sync_directory(self.config.hibernated)
+        except OSError as error:
+            raise ResourceExhausted(f"a place for the memory of sandbox {sandbox.id}: {error.strerror}", resource="disk") from error
+        return wire.text(wire.T_PATH, str(directory)) + wire.u64(wire.T_LENGTH, most)
+
+    async def _let_memory_go(self, sandbox: Sandbox) -> None:
+        await asyncio.to_thread(shutil.rmtree, self.config.hibernated / sandbox.id, ignore_errors=True)
+        self.images_room.release(sandbox.id)
+
+    async def _leave(self, sandbox: Sandbox, why: str, with_memory: bool = False) -> int:
         """End its processes and its supervisor, in order or otherwise. Bytes of its files. Raises when the supervisor refuses and stays."""
+        fields = wire.text(wire.T_CAUSE, why) + (self._place_for_memory(sandbox) if with_memory else b"")
         control, sandbox.control = sandbox.control, None
         if control is None or control.closed:
             raise lost(sandbox.id, "there is no connection to its supervisor")
         try:
-            frame = await asyncio.wait_for(control.call(wire.F_LEAVE, wire.text(wire.T_CAUSE, why)), _LEAVE)
+            frame = await asyncio.wait_for(control.call(wire.F_LEAVE, fields), _LEAVE_WITH_MEMORY if with_memory else _LEAVE)
         except DSecError as error:
             sandbox.control = control
-            if error.code == "invalid_request":  # of an earlier version
+            if error.code in ("invalid_request", "wire_field"):  # of an earlier version
                 raise Unsupported(f"the supervisor of sandbox {sandbox.id} cannot leave it: {error.message}", capability=why) from error
             raise
         except (ConnectionLost, TimeoutError) as error:
@@ -219,8 +280,16 @@ class Turns(Snapshots, Pausing):
         """Whatever is left of a supervisor and its processes goes; the files stay, and are on the disk."""
         await self.backends[sandbox.backend].reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, False, keep=True)
 
-    def _lie_down(self, sandbox: Sandbox, turn: int, disk: int) -> None:
-        line = Hibernate(v=lines.MOVED, id=sandbox.id, turn=turn, done=True, disk=disk, damage=sandbox.damage)
+    def _lie_down(self, sandbox: Sandbox, turn: int, disk: int, lost: MemoryLost | None = None) -> None:
+        directory = self.config.hibernated / sandbox.id
+        kept = is_complete(directory) and bool(sleeping(directory))
+        if kept:
+            self.images_room.settle(sandbox.id, directory)
+        elif not sleeping(directory):  # else its next supervisor has ends to record
+            self.forget_memory(sandbox)
+        version = lines.KEPT if kept else lines.MOVED
+        line = Hibernate(v=version, id=sandbox.id, turn=turn, done=True, disk=disk, damage=sandbox.damage, kept=kept, lost=lost)
+        line.boot = facts.boot_id() if kept else ""
         sandbox.hibernated(line)
         self.due(sandbox.deadline)
         self.counters.hibernated.inc()
@@ -237,9 +306,11 @@ class Turns(Snapshots, Pausing):
             await self.images.prepare(image)
         for attempt in range(1, _TRIES + 1):
             try:
-                started = await backend.start(describe(self.config, sandbox, image.layers, turn))
+                own_pids = sandbox.keeps and backend.capabilities.get("hibernate_memory", False)
+                started = await backend.start(describe(self.config, sandbox, image.layers, turn, own_pids=own_pids))
                 sandbox.pid, sandbox.init_pid, sandbox.turn = started.pid, started.init_pid, turn
                 sandbox.control = await self.connect(sandbox)
+                await self._go_on(sandbox, sandbox.control)
                 break
             except DSecError as error:
                 if error.code == _GONE:
@@ -260,8 +331,29 @@ class Turns(Snapshots, Pausing):
         self._runs(sandbox)
         self.spawn(self._drop_old(sandbox), f"drop {sandbox.id}")
 
+    async def _go_on(self, sandbox: Sandbox, control: Control) -> None:
+        """The commands that ran when it was hibernated run again; those that cannot are recorded as ended."""
+        directory = self.config.hibernated / sandbox.id
+        path = wire.text(wire.T_PATH, str(directory))
+        if not await asyncio.to_thread(lambda: bool(sleeping(directory))):
+            return
+        if isinstance(sandbox.move, Hibernate) and is_complete(directory):
+            try:
+                if sandbox.move.boot not in ("", facts.boot_id()):
+                    raise CheckpointFailed("the machine was started again since")
+                await asyncio.wait_for(control.call(wire.F_RESTORE, path + wire.u64(wire.T_GOES_ON, 1)), _LEAVE_WITH_MEMORY)
+                return
+            except DSecError as error:
+                log.error("its commands cannot go on: %s", error.message, extra={"sandbox_id": sandbox.id})
+                found = [record.command for record in sleeping(directory)]
+                sandbox.memory_lost = MemoryLost(code=error.code, message=error.message, commands=found)
+        cause = "hibernate" if isinstance(sandbox.move, Hibernate) else "rollback"
+        await control.call(wire.F_RESTORE, path + wire.text(wire.T_CAUSE, cause))
+
     def _runs(self, sandbox: Sandbox) -> None:
-        sandbox.state, sandbox.move, sandbox.paused = State.RUNNING, None, False
+        self.forget_memory(sandbox)
+        sandbox.stirred()
+        sandbox.state, sandbox.move, sandbox.paused, sandbox.began = State.RUNNING, None, False, time.time()
         try:
             self.journal.write(sandbox.answers())
         except DSecError as error:  # the next edge asks it
@@ -277,6 +369,9 @@ class Turns(Snapshots, Pausing):
         """A supervisor answers of a sandbox that was between two: the earlier one, which was never told to leave, or the next one."""
         assert sandbox.move is not None
         before = isinstance(sandbox.move, Rollback) and sandbox.turn < sandbox.move.turn
+        if isinstance(sandbox.move, Hibernate) and sandbox.turn == sandbox.move.turn and sandbox.control is not None:
+            with contextlib.suppress(DSecError, ConnectionLost):
+                await self._go_on(sandbox, sandbox.control)
         self._runs(sandbox)
         await self._drop_old(sandbox)
         if before:
@@ -292,7 +387,12 @@ class Turns(Snapshots, Pausing):
         if isinstance(move, Hibernate):
             if not move.done:
                 self._lie_down(sandbox, move.turn, 0)
+            elif move.kept and not is_complete(self.config.hibernated / sandbox.id):
+                found = [record.command for record in sleeping(self.config.hibernated / sandbox.id)]
+                why = MemoryLost(code="sandbox_lost", message="its supervisor died when it had woken", commands=found)
+                self._lie_down(sandbox, sandbox.turn + 1, move.disk, why)
         else:
+            use_up(self.config.hibernated / sandbox.id)
             try:
                 await self._again(sandbox, move.turn)
             except (DSecError, ConnectionLost) as error:
@@ -312,7 +412,7 @@ class Turns(Snapshots, Pausing):
             return
         control = sandbox.control
         if control is not None and not control.closed:
-            self.order_stop(sandbox, control, _STOP[cause])
+            self.order_stop(sandbox, control, cause)
             await asyncio.shield(sandbox.ended)
             return
         await self.bury(sandbox, "there was no connection to its supervisor")

@@ -26,8 +26,8 @@ Fields by frame (`*`: repeated, `?`: optional):
 | SESSION_OPEN / SESSION_CLOSE | NAME (CWD? ENV* USER?) | OK |
 | SESSION_LIST | - | RECORD{NAME STATE (1 busy)}* OK |
 | SNAPSHOT | NAME | OK |
-| CHECKPOINT | NAME PATH (a new directory; gets one a command) | OK |
-| RESTORE | PATH | OK, when all of them run |
+| CHECKPOINT | NAME PATH (a new directory; gets one a command) LENGTH (bytes that may go there) | OK |
+| RESTORE | PATH GOES_ON? CAUSE? | OK, when all of them run; with CAUSE, when their ends are recorded |
 | LEASE | DEADLINE_NS? IDLE_NS? AUTO_PAUSE_NS? (0: never) | OK |
 | PAUSE | IDLE_NS? (only if it was idle for so long) REASON? | OK |
 | RECLAIM | IDLE_NS (as above) REASON | STATUS{BYTES} |
@@ -56,7 +56,7 @@ from typing import Final, NamedTuple
 from libdsec.errors import DSecError
 
 WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 4
+WIRE_MINOR: Final = 5
 WIRE_MAX: Final = 1 << 20
 WIRE_DATA: Final = 256 << 10
 
@@ -221,6 +221,7 @@ T_FN_OUTPUT: Final = 226
 T_FN_RESULT: Final = 227
 T_FN_FSIZE: Final = 228
 T_FN_WORKER: Final = 229
+T_GOES_ON: Final = 200  # RESTORE: it is the same sandbox
 T_RESOURCE: Final = 168  # of the launcher's ERROR: what of the host ran out
 T_CHANNEL: Final = 230
 T_VMM: Final = 231

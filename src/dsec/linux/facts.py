@@ -64,6 +64,11 @@ def sysctl(name: str) -> int | None:
         return None
 
 
+def boot_id() -> str:
+    """Another one after each start of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def capabilities() -> int:
     """Effective capabilities of this process as a bit mask."""
     for line in Path("/proc/self/status").read_text().splitlines():

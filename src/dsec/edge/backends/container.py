@@ -58,7 +58,8 @@ class Container:
         """`survivor`: pid of a supervisor (of a class) that lives now, whose mounts and cookie a launcher joins; `on_restart`: a launcher
         died; `kept`: volumes of the medium that are not sandboxes' own and shall stay."""
         self._kept = kept
-        measured = {"core_scheduling": facts.core_scheduling() is None, "fork_memory": config.criu is not None}
+        criu = config.criu is not None
+        measured = {"core_scheduling": facts.core_scheduling() is None, "fork_memory": criu}
         self.capabilities = {**Container.capabilities, **measured}
         self._config = config
         self.cgroup = f"dsec-{prefix}"
