@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+from typing import Any
 
 from libdsec import Ending, ExecResult, Sandbox
 from libdsec.errors import SandboxLost
 
 IMAGE = "bookworm"
 TIMEOUT, KILLED = 124, 137  # exit codes as timeout(1) and a shell give them
+CAPACITY_WAIT = 600.0  # seconds for which a full node is asked again
+PATIENT: dict[str, Any] = {"timeout": CAPACITY_WAIT + 120, "capacity_wait": CAPACITY_WAIT}  # for `run_container`
 
 
 def default_image() -> str:

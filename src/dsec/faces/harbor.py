@@ -18,13 +18,12 @@ from harbor.environments.definition import require_agent_environment_definition,
 from harbor.environments.options import EnvironmentOptions
 from pydantic import Field
 
-from dsec.faces.common import download, exit_code, note, upload
+from dsec.faces.common import PATIENT, download, exit_code, note, upload
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from libdsec import ExecResult as Ran
 from libdsec.errors import BinaryNotFound, BuildFailed, CwdNotFound, InvalidRequest, LayerNotFound, NotExecutable, UserNotFound
 
 CANNOT = 126
-CAPACITY_WAIT = 600.0  # seconds for which a full node is asked again
 _builds: dict[tuple[str, int], asyncio.Lock] = {}  # one for each content and event loop: trials of one task share a build
 
 
@@ -79,7 +78,7 @@ class DsecEnvironment(BaseEnvironment):
         self._client, self._opened = DSecClient(), True
         try:
             image = await self._image(force_build)
-            self._box = await self._client.run_container(self._args(image), CAPACITY_WAIT + 120, capacity_wait=CAPACITY_WAIT)
+            self._box = await self._client.run_container(self._args(image), **PATIENT)
             await self.ensure_dirs(self._mount_targets(writable_only=True))
             await self._upload_environment_dir_after_start()
         except BaseException:

@@ -22,16 +22,34 @@ from inspect_ai.util import (
     SandboxEnvironment,
     SandboxEnvironmentConfigType,
     SandboxEnvironmentLimits,
+    SandboxUnavailableError,
     sandboxenv,
 )
 from pydantic import BaseModel, ConfigDict
 
-from dsec.faces.common import default_image, exit_code, note
+from dsec.faces.common import PATIENT, default_image, exit_code, note
 from libdsec import DSecClient, DSecContainerRunArgs, Ending, Sandbox
-from libdsec.errors import BinaryNotFound, CwdNotFound, NotExecutable, UserNotFound
+from libdsec.errors import (
+    BinaryNotFound,
+    ConnectionFailed,
+    CwdNotFound,
+    NoMemory,
+    NotExecutable,
+    PidsLimit,
+    RequestTimeout,
+    SandboxDamaged,
+    SandboxEnded,
+    SandboxLost,
+    SandboxNotFound,
+    StreamLost,
+    Unavailable,
+    UserNotFound,
+)
 
 LABEL = "inspect"  # of all that Inspect made: task names
 NOT_FOUND, CANNOT = 127, 126  # as a shell says it
+CANNOT_START = (CwdNotFound, PidsLimit, NoMemory, SandboxDamaged)  # the sample's own doing: a failed command
+UNAVAILABLE = (SandboxEnded, SandboxNotFound, SandboxLost, ConnectionFailed, StreamLost, Unavailable, RequestTimeout)
 LONG = 512 << 10  # bytes of words; with ENV and stdin a request holds a megabyte
 
 
@@ -96,7 +114,7 @@ class DsecSandboxEnvironment(SandboxEnvironment):
         made: dict[str, SandboxEnvironment] = {}
         try:
             for name, one in {"default": wanted, **wanted.sandboxes}.items():
-                box = await client.run_container(_args(one, task_name, name), capacity_wait=600)
+                box = await client.run_container(_args(one, task_name, name), **PATIENT)
                 made[name] = cls(client, box)
         except BaseException:
             await cls._end(client, made)
@@ -153,10 +171,12 @@ class DsecSandboxEnvironment(SandboxEnvironment):
             raise PermissionError(error.message) from error
         except BinaryNotFound as error:
             return ExecResult(False, NOT_FOUND, "", f"{error.message}\n")
-        except CwdNotFound as error:
+        except CANNOT_START as error:
             return ExecResult(False, CANNOT, "", f"{error.message}\n")
         except UserNotFound as error:
             return ExecResult(False, CANNOT, f"{error.message}\n", "")
+        except UNAVAILABLE as error:
+            raise SandboxUnavailableError(f"{error.code}: {error.message}") from error
         if result.ending is Ending.TIMEOUT:
             raise TimeoutError(f"the command ran into its timeout of {timeout} s: {cmd[0]}")
         for data, info in ((result.stdout, result.stdout_info), (result.stderr, result.stderr_info)):

@@ -14,7 +14,7 @@ from typing import Any
 from minisweagent.exceptions import Submitted
 from pydantic import BaseModel
 
-from dsec.faces.common import default_image, exit_code, note
+from dsec.faces.common import PATIENT, default_image, exit_code, note
 from libdsec import DSecContainerRunArgs, Ending, SyncDSecClient, SyncSandbox
 from libdsec.errors import BinaryNotFound, CwdNotFound, NoMemory, NotExecutable, PidsLimit, SandboxDamaged
 
@@ -46,7 +46,7 @@ class DsecEnvironment:
         self.config = config_class(**kwargs)
         self._client = SyncDSecClient()
         try:
-            self._box = self._client.run_container(self._args(), capacity_wait=600)
+            self._box = self._client.run_container(self._args(), **PATIENT)
         except BaseException:
             self._client.close()
             raise

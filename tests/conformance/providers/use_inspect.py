@@ -8,14 +8,14 @@ import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from cases import PROBE, case, main, prove, running
+from cases import PROBE, araises, case, main, prove, running
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ModelOutput, ModelUsage, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import Generate, TaskState, generate, solver, use_tools
 from inspect_ai.tool import bash
-from inspect_ai.util import SandboxEnvironmentSpec, sandbox
+from inspect_ai.util import SandboxEnvironmentSpec, SandboxUnavailableError, sandbox
 from inspect_ai.util._sandbox.registry import registry_find_sandboxenv
 
 HERE = Path(__file__).parent
@@ -92,6 +92,7 @@ async def configuration() -> None:
         assert {*ids} <= {*running()}
         await kind.cli_cleanup(ids[0])
         assert ids[0] not in running() and ids[1] in running()
+        await araises(SandboxUnavailableError, made["default"].exec(["true"]), "sandbox_ended")
         await kind.sample_cleanup("t", str(file), made, True)
         assert ids[1] not in running()
     try:

@@ -14,12 +14,11 @@ from agents.sandbox.session.sandbox_session import SandboxSession
 from agents.sandbox.session.sandbox_session_state import SandboxSessionState
 from agents.sandbox.snapshot import SnapshotBase, SnapshotSpec, resolve_snapshot
 
-from dsec.faces.common import default_image
+from dsec.faces.common import PATIENT, default_image
 from dsec.faces.openai_agents.session import DsecSandboxClientOptions, DsecSandboxSession, DsecSandboxSessionState
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox, State
 from libdsec.errors import SandboxNotFound
 
-CAPACITY_WAIT = 600.0  # seconds for which a full node is asked again
 LABEL = "openai-agents"
 
 
@@ -92,7 +91,7 @@ class DsecSandboxClient(BaseSandboxClient[DsecSandboxClientOptions]):
             disk_mb=wanted.disk_mb, init_user=wanted.user, env=env, ttl_running_stop=wanted.idle_timeout,
             max_lifetime=wanted.max_lifetime, labels={LABEL: str(session_id)},
         )  # fmt: skip
-        return await self._client.run_container(args, CAPACITY_WAIT + 120, capacity_wait=CAPACITY_WAIT)
+        return await self._client.run_container(args, **PATIENT)
 
     def _wrap(self, inner: DsecSandboxSession) -> SandboxSession:
         return self._wrap_session(inner, instrumentation=self._instrumentation)
