@@ -190,7 +190,7 @@ int cgroup_make(struct sandbox *s, struct fault *f) {
   return s->cgroup_fd < 0 ? -1 : 0;
 }
 
-int cgroup_limit(struct sandbox *s, struct fault *f) {
+int cgroup_groups(struct sandbox *s, struct fault *f) {
   struct box *b = s->box;
   const char *id = s->spec.id;
   const int *parents = node.v1[s->spec.cpu_class];
@@ -204,8 +204,10 @@ int cgroup_limit(struct sandbox *s, struct fault *f) {
     if ((b->join[i] = openat(b->v1[i], "tasks", O_WRONLY | O_CLOEXEC)) < 0)
       return fault_host(f, errno, "open the %s cgroup's tasks of %s", controller[i], id);
   }
-  return limits(s, f) || watch_oom(s, f) ? -1 : 0;
+  return 0;
 }
+
+int cgroup_limit(struct sandbox *s, struct fault *f) { return cgroup_groups(s, f) || limits(s, f) || watch_oom(s, f) ? -1 : 0; }
 
 int cgroup_bound(struct sandbox *s, struct fault *f) { return limits(s, f); }
 

@@ -202,7 +202,7 @@ int fnbox_make(struct fnbox *b, int number, uint64_t serial, int warm, struct fa
   b->box = (struct box){.volume = -1, .root = -1, .null = -1};
   for (int i = 0; i < CG_COUNT; i++) b->box.v1[i] = b->box.join[i] = -1;
   proc_fd = -1;
-  if (cgroup_make(&b->s, f) || cgroup_limit(&b->s, f) || clock_make(b, f) || scratch(b, f) || namespaces(b, warm, f) || loopback(b, f) || proc(b, f) || tree(b, f) || look_inside(b, f)) {
+  if (cgroup_make(&b->s, f) || cgroup_groups(&b->s, f) || clock_make(b, f) || scratch(b, f) || namespaces(b, warm, f) || loopback(b, f) || proc(b, f) || tree(b, f) || look_inside(b, f)) {
     close_fd(&proc_fd);
     fnbox_kill(b);
     while (!fnbox_dead(b)) nap_us(100);

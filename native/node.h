@@ -56,6 +56,7 @@ struct box {
 int cgroup_open(struct fault *f);                                     // fills node.v1 and node.v2
 int cgroup_make(struct sandbox *s, struct fault *f);                  // the v2 group, into which PID 1 is born
 int cgroup_limit(struct sandbox *s, struct fault *f);                 // the v1 groups, and all limits
+int cgroup_groups(struct sandbox *s, struct fault *f);                // the v1 groups alone: limits follow by cgroup_bound
 int cgroup_bound(struct sandbox *s, struct fault *f);                 // its limits alone, for groups that were made without, or whose are others now
 int cgroup_join(const struct spec *spec, struct fault *f);            // from a process that has only the node's descriptors
 void class_supervise(const struct spec *spec);                        // this process serves a sandbox of that class

@@ -28,10 +28,15 @@ from typing import Any
 
 CONTROL, VALUE, JOB, FIRST_FREE = 3, 3, 4, 5
 NEWPID = 0x20000000
-SECCOMP, CLOSE_RANGE, PR_SET_DUMPABLE = 317, 436, 4
+SECCOMP, CLOSE_RANGE, SETNS, PR_SET_DUMPABLE = 317, 436, 308, 4
 ARM = struct.Struct("<c3xIQ")
 ENDED = struct.Struct("<c3xiQQ")
 FDS = 16
+# Beside the filter that all of us have: what our one more right is for is done. Load the number; setns: EPERM; anything else: as before.
+CODE = ctypes.create_string_buffer(
+    b"".join(struct.pack("<HBBI", *line) for line in ((0x20, 0, 0, 0), (0x15, 0, 1, SETNS), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)))
+)
+PROGRAM = struct.pack("@HxxxxxxQ", 4, ctypes.addressof(CODE))
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 
@@ -45,20 +50,16 @@ def check(result: int, what: str) -> None:
 def main() -> None:
     control = socket.socket(fileno=CONTROL)
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "become undumpable")
-    control.settimeout(30)
-    code = ctypes.create_string_buffer(control.recv(1 << 16))
-    program = struct.pack("@HxxxxxxQ", (len(code) - 1) // 8, ctypes.addressof(code))
-    control.setblocking(True)
     for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.collect()
     gc.disable()
     gc.freeze()  # what is here stays shared with every child
     control.send(b"R")
-    serve(control, program)
+    serve(control)
 
 
-def serve(control: socket.socket, program: bytes) -> None:
+def serve(control: socket.socket) -> None:
     poll = select.poll()
     children: dict[int, tuple[int, int]] = {}
     poll.register(control, select.POLLIN)
@@ -69,7 +70,7 @@ def serve(control: socket.socket, program: bytes) -> None:
                 if not message:
                     return
                 _, uid, serial = ARM.unpack(message)
-                pid = born(fds, uid, program)
+                pid = born(fds, uid)
                 for each in fds:
                     os.close(each)
                 if pid < 0:
@@ -86,7 +87,7 @@ def serve(control: socket.socket, program: bytes) -> None:
                 control.send(ENDED.pack(b"E", status, serial, usage.ru_maxrss << 10))
 
 
-def born(fds: list[int], uid: int, program: bytes) -> int:
+def born(fds: list[int], uid: int) -> int:
     """A child in the pid namespace of the box; -1 when that is gone already."""
     if libc.setns(fds[0], NEWPID) < 0:
         return -1
@@ -98,7 +99,7 @@ def born(fds: list[int], uid: int, program: bytes) -> int:
         return pid
     status = 70
     try:
-        enter(fds, uid, program)
+        enter(fds, uid)
         job = read_all(JOB)
         os.close(JOB)
         if job:
@@ -109,7 +110,7 @@ def born(fds: list[int], uid: int, program: bytes) -> int:
         os._exit(status)
 
 
-def enter(fds: list[int], uid: int, program: bytes) -> None:
+def enter(fds: list[int], uid: int) -> None:
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds[1:]]
     spaces, streams, groups = high[:5], high[5:10], high[10:]
     for fd, place in zip(streams, (0, 1, 2, VALUE, JOB)):  # noqa: B905 - 3.9 has no strict
@@ -126,10 +127,18 @@ def enter(fds: list[int], uid: int, program: bytes) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    check(libc.syscall(SECCOMP, 1, 0, program), "load the system call filter")
+    check(libc.syscall(SECCOMP, 1, 0, PROGRAM), "load the system call filter")
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "become dumpable")
     os.umask(0o022)
+    rehearse()
     os.write(VALUE, b"\1")
+
+
+def rehearse() -> None:
+    """Writes to the memory that every job writes to: a page that is shared with the parent costs a copy, which no call shall wait for."""
+    scope = json.loads('{"a": [1, "b"], "c": {}}')
+    exec(compile("def f(x):\n    return sum(i * i for i in range(x))\nf(3)\n", "main.py", "exec", dont_inherit=True), scope)
+    json.dumps(scope["a"])
 
 
 def read_all(fd: int) -> bytes:
