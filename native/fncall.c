@@ -32,8 +32,8 @@ uint64_t now_ns(void) {
 static void __attribute__((noreturn)) leave(int status) {
   calls_cancel_all();
   while (calls_boxes()) {
-    struct pollfd none;
-    calls_serve(&none, 0);
+    calls_serve(NULL, 0);
+    calls_cancel_all();                // what was made meanwhile
     nap_us(500);
   }
   sandbox_kill(self);
@@ -220,12 +220,11 @@ void fncall_main(struct sandbox *s) {
   snprintf(path, sizeof path, "%s/" FN_MARK, s->spec.run_dir);
   int mark = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
   in = malloc(sizeof(struct frame) + WIRE_MAX);
-  if (mark < 0 || !in || fnbox_open(s, &f) || (conn = take_client()) < 0) {
+  if (mark < 0 || !in || fnbox_open(s, &f) || calls_open(s) || (conn = take_client()) < 0) {
     fprintf(stderr, "aether %s: %s\n", s->spec.id, f.code ? f.message : strerror(errno));
     leave(1);
   }
   close(mark);
-  calls_open(s);
   for (;;) {
     struct pollfd p[POLLS] = {{.fd = conn, .events = POLLIN | (out_used ? POLLOUT : 0)}, {.fd = s->init_fd, .events = POLLIN},
                               {.fd = zygote_socket(), .events = POLLIN}};

@@ -3,11 +3,15 @@
 #include "fnrun.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/sched.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 #include "start.h"
 #include "util.h"
@@ -21,22 +25,25 @@ struct wish {                          // a request, read
   uint64_t wall, cpu, memory, pids, cpu_milli, disk, nofile, output, fsize, flags;
 };
 
-struct call calls[FN_BOXES];
+struct call *calls;
 static struct sandbox *resident;
 static uint64_t serials, wanted[2];    // when a call of each kind last came; 1: warm
 static int ahead = 3, cpus, in_use[CPU_SETSIZE];
 static cpu_set_t allowed;
 
-void calls_open(struct sandbox *r) {
+int calls_open(struct sandbox *r) {
   resident = r;
+  calls = mmap(NULL, FN_BOXES * sizeof *calls, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (calls == MAP_FAILED) return -1;
   sched_getaffinity(0, sizeof allowed, &allowed);
   cpus = CPU_COUNT(&allowed);
   ahead = cpus + 1 < FN_BOXES / 4 ? cpus + 1 : FN_BOXES / 4;
+  return 0;
 }
 
 int calls_boxes(void) {
   int n = 0;
-  for (int i = 0; i < FN_BOXES; i++) n += calls[i].state != FREE;
+  for (int i = 0; calls && i < FN_BOXES; i++) n += calls[i].state != FREE;
   return n;
 }
 
@@ -99,25 +106,67 @@ static int arm(struct call *c, struct fault *f) {
   return bad;
 }
 
-static struct call *make(int warm, struct fault *f) {
-  struct call *c = NULL;
-  int at = 0;
-  for (; at < FN_BOXES && !c; at++)
-    if (calls[at].state == FREE) c = &calls[at];
-  if (!c) { fault_set(f, "resource_exhausted", 0, "%d calls are under way", FN_BOXES); return NULL; }
-  *c = (struct call){.serial = ++serials, .warm = warm, .in = -1, .go = -1, .pidfd = -1, .cpu = -1,
-                     .start = {.status = -1, .pidfd = -1}, .stream = {{.fd = -1}, {.fd = -1}, {.fd = -1}}};
-  if (fnbox_make(&c->box, at - 1, c->serial, warm, f)) return NULL;
-  c->state = WAITING;
-  if (!warm || !arm(c, f)) return c;
-  fnbox_kill(&c->box);
-  c->state = ENDING;
-  call_forget(c);
+static struct call *plan(int warm, struct fault *f) {
+  for (int at = 0; at < FN_BOXES; at++) {
+    struct call *c = &calls[at];
+    if (c->state != FREE) continue;
+    *c = (struct call){.serial = ++serials, .warm = warm, .in = -1, .go = -1, .pidfd = -1, .cpu = -1,
+                       .start = {.status = -1, .pidfd = -1}, .stream = {{.fd = -1}, {.fd = -1}, {.fd = -1}}};
+    fnbox_plan(&c->box, at, c->serial);
+    return c;
+  }
+  fault_set(f, "resource_exhausted", 0, "%d calls are under way", FN_BOXES);
   return NULL;
+}
+
+// It is built, or what there is of it goes.
+static int built(struct call *c, int bad, struct fault *f) {
+  c->state = WAITING;
+  fnbox_settle(&c->box);
+  if (!bad && (!c->warm || !arm(c, f))) return 0;
+  fnbox_kill(&c->box);
+  call_forget(c);
+  c->state = ENDING;
+  return -1;
+}
+
+static struct call *make(int warm, struct fault *f) {
+  struct call *c = plan(warm, f);
+  return c && !built(c, fnbox_build(&c->box, warm, 0, f), f) ? c : NULL;
+}
+
+// By a process of its own, which shares our descriptors: a call that comes meanwhile does not wait for it.
+static int make_aside(int warm, struct fault *f) {
+  struct call *c = plan(warm, f);
+  struct clone_args a = {.flags = CLONE_FILES | CLONE_PIDFD, .exit_signal = SIGCHLD};
+  if (!c) return -1;
+  a.pidfd = (uint64_t)(uintptr_t)&c->pidfd;
+  pid_t parent = getpid();
+  c->pid = sys_clone3(&a);
+  if (!c->pid) {
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) || getppid() != parent) _exit(1);
+    int bad = fnbox_build(&c->box, warm, 1, f);
+    if (bad) fprintf(stderr, "aether %s: %s\n", resident->spec.id, f->message);
+    _exit(bad ? 1 : 0);
+  }
+  if (c->pid < 0) return fault_host(f, errno, "start a maker of boxes");
+  c->state = MAKING;
+  return 0;
+}
+
+void call_made(struct call *c) {
+  struct fault f = {0};
+  int status = 0;
+  if (waitpid(c->pid, &status, WNOHANG) == 0) return;
+  close_fd(&c->pidfd);
+  c->pid = 0;
+  if (built(c, status, &f) && f.code) fprintf(stderr, "aether %s: %s\n", resident->spec.id, f.message);
 }
 
 int calls_spare(void) {
   uint64_t now = now_ns();
+  for (int i = 0; i < FN_BOXES; i++)
+    if (calls[i].state == MAKING) return 0;              // one at a time
   for (int warm = 1; warm >= 0; warm--) {
     int have = 0;
     if (warm && zygote_socket() < 0) continue;
@@ -125,7 +174,7 @@ int calls_spare(void) {
     for (int i = 0; i < FN_BOXES; i++) have += calls[i].state == WAITING && calls[i].warm == warm && !calls[i].given;
     if (have >= ahead) continue;
     struct fault f = {0};
-    if (make(warm, &f)) return 1;
+    if (!make_aside(warm, &f)) return 1;
     fprintf(stderr, "aether %s: %s\n", resident->spec.id, f.message);
     return -1;
   }
@@ -289,7 +338,7 @@ static int give(struct call *c, uint32_t request, uint8_t part, const struct wis
 }
 
 void call_spoil(struct call *c) {
-  if (!c || c->state == FREE) return;
+  if (!c || c->state == FREE || c->state == MAKING) return;
   if (c->state == STARTING && !c->warm) start_abandon(&c->start), c->start.pidfd = -1;
   fnbox_kill(&c->box);
   call_forget(c);
@@ -328,7 +377,7 @@ void call_cancel(uint32_t request) {
 }
 
 void calls_cancel_all(void) {
-  for (int i = 0; i < FN_BOXES; i++)
+  for (int i = 0; calls && i < FN_BOXES; i++)
     if (calls[i].state != FREE && calls[i].state != ENDING) call_spoil(&calls[i]);
     else calls[i].given = 0;
 }
