@@ -16,6 +16,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include "util.h"
@@ -223,6 +224,43 @@ int fnbox_resize(struct fnbox *b, uint64_t disk, struct fault *f) {
   int bad = fs < 0 || fsconfig(fs, FSCONFIG_SET_STRING, "size", size, 0) || fsconfig(fs, FSCONFIG_CMD_RECONFIGURE, NULL, NULL, 0), err = errno;
   close_fd(&fs);
   return bad ? fault_host(f, err, "size the scratch space of %s", b->id) : 0;
+}
+
+static int device(int dev, const char *text) {
+  unsigned major_number, minor_number;
+  char name[128], *slash;
+  if (sscanf(text, "%u:%u:%127s", &major_number, &minor_number, name) != 3 || *name == '/' || strstr(name, "..")) {
+    errno = EINVAL;
+    return -1;
+  }
+  if ((slash = strchr(name, '/'))) {   // one directory deep, as /dev/nvidia-caps/...
+    *slash = 0;
+    if (mkdirat(dev, name, 0755) && errno != EEXIST) return -1;
+    *slash = '/';
+  }
+  return mknodat(dev, name, S_IFCHR | 0666, makedev(major_number, minor_number));
+}
+
+// A /dev of its own, over the one that all boxes share.
+int fnbox_devices(struct fnbox *b, const char *const *devices, int n, struct fault *f) {
+  static const char *const options[] = {"source", "dev", "size", "64k", "mode", "0755", NULL};
+  struct mount_attr readonly = {.attr_set = MOUNT_ATTR_RDONLY};
+  mode_t mask = umask(0);
+  int dev = fs_mount("tmpfs", options, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC), bad = dev < 0 || dev_fill(dev);
+  for (int i = 0; !bad && i < n; i++) bad = device(dev, devices[i]);
+  bad = bad || mount_setattr(dev, "", AT_EMPTY_PATH, &readonly, sizeof readonly);
+  umask(mask);
+  if (!bad && !(bad = setns(b->s.init_fd, CLONE_NEWNS))) {
+    int shm = open_tree(b->scratch, "s", OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
+    bad = shm < 0 || attach(dev, "/dev") || attach(shm, "/dev/shm");
+    int err = errno;
+    close_fd(&shm);
+    back(home.mnt, CLONE_NEWNS);
+    errno = err;
+  }
+  int err = errno;
+  close_fd(&dev);
+  return bad ? fault_host(f, err, "put the devices into %s", b->id) : 0;
 }
 
 int fnbox_work(const struct fnbox *b) { return openat(b->scratch, "w", O_RDONLY | O_DIRECTORY | O_CLOEXEC); }

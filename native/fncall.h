@@ -13,6 +13,7 @@
 #define FN_FILES 256                   // that one call brings
 #define FN_COLLECT 16                  // that one call hands back
 #define FN_ARGS 1024
+#define FN_DEVICES 32                  // device files that one call gets
 #define FN_VALUE (8u << 20)            // most bytes of a warm call's value
 #define FN_DISK (64ull << 20)          // size of a box's tmpfs until a call says otherwise
 #define FN_INODES "16384"
@@ -34,6 +35,7 @@ void fnbox_plan(struct fnbox *b, int number, uint64_t serial);
 int fnbox_build(struct fnbox *b, int warm, int aside, struct fault *f); // warm: for the zygote
 void fnbox_settle(struct fnbox *b);                                      // when it was built, by the worker: who built it is gone
 int fnbox_resize(struct fnbox *b, uint64_t disk, struct fault *f);
+int fnbox_devices(struct fnbox *b, const char *const *devices, int n, struct fault *f); // "major:minor:name below /dev" of character devices
 int fnbox_work(const struct fnbox *b);                                  // its /box, to be closed
 uint64_t fnbox_cpu(const struct fnbox *b);                              // nanoseconds of all that was in it
 void fnbox_kill(struct fnbox *b);                                       // every process of it, now

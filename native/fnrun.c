@@ -20,7 +20,8 @@
 
 struct wish {                          // a request, read
   const char *argv[FN_ARGS + 1], *env[MAX_ENV + 1];
-  int argc, envc, nfiles, ncollect;
+  const char *devices[FN_DEVICES];
+  int argc, envc, nfiles, ncollect, ndevices;
   struct item code, files[FN_FILES], collect[FN_COLLECT];
   uint64_t wall, cpu, memory, pids, cpu_milli, disk, nofile, output, fsize, flags;
 };
@@ -197,12 +198,13 @@ static int wish_read(struct wish *w, const uint8_t *p, size_t n, struct fault *f
   struct cursor c = {p, p + n};
   struct item i;
   int more, bad = 0;
-  w->argc = w->envc = w->nfiles = w->ncollect = 0;
+  w->argc = w->envc = w->nfiles = w->ncollect = w->ndevices = 0;
   w->code = (struct item){0};
   w->wall = w->cpu = w->memory = w->pids = w->cpu_milli = w->disk = w->nofile = w->output = w->fsize = w->flags = 0;
   while (!bad && (more = field_next(&c, &i)) > 0) switch (i.tag) {
     case T_ARG: bad = w->argc == FN_ARGS || field_text(&i, &w->argv[w->argc++]); break;
     case T_ENV: bad = w->envc == MAX_ENV || field_text(&i, &w->env[w->envc++]); break;
+    case T_PATH: bad = w->ndevices == FN_DEVICES || field_text(&i, &w->devices[w->ndevices++]); break;
     case T_FN_CODE: w->code = i; break;
     case T_FN_FILE:
       if (!(bad = w->nfiles == FN_FILES)) w->files[w->nfiles++] = i;
@@ -268,7 +270,7 @@ static int bound(struct call *c, const struct wish *w, struct fault *f) {
   c->cpu_most = w->cpu;
   c->flags = w->flags;
   for (int i = 0; i < STREAMS; i++) c->stream[i].most = i == VALUE ? FN_VALUE : w->output;
-  return cgroup_bound(&c->box.s, f) || fnbox_resize(&c->box, w->disk, f) ? -1 : 0;
+  return cgroup_bound(&c->box.s, f) || fnbox_resize(&c->box, w->disk, f) || (w->ndevices && fnbox_devices(&c->box, w->devices, w->ndevices, f)) ? -1 : 0;
 }
 
 uint64_t call_cpu(const struct call *c) {

@@ -101,6 +101,7 @@ int node_programs(const char *filter, struct fault *f);               // streams
 // root.c: the node's mount namespace
 int root_make(struct fault *f);
 int root_join(pid_t aether, struct fault *f);
+int dev_fill(int d);                                                  // what every /dev has, into an empty directory; umask 0
 int host_open(const char *path, int flags);                           // a path of the host, from our namespace
 
 // mounts.c: the process that becomes PID 1

@@ -11,18 +11,23 @@
 #include "node.h"
 #include "util.h"
 
-static int dev_template(void) {
+int dev_fill(int d) {
   static const struct { const char *name; unsigned minor; } nodes[] = {{"null", 3}, {"zero", 5}, {"full", 7}, {"random", 8}, {"urandom", 9}};
   static const char *const links[][2] = {{"pts/ptmx", "ptmx"}, {"/proc/self/fd", "fd"}, {"/proc/self/fd/0", "stdin"},
                                          {"/proc/self/fd/1", "stdout"}, {"/proc/self/fd/2", "stderr"}};
   static const char *const dirs[] = {"pts", "shm", "mqueue"};
-  if (mount("tmpfs", "." NODE_DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=755,size=64k,nr_inodes=32")) return -1;
-  int d = open("." NODE_DEV, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (d < 0) return -1;
   int bad = mknodat(d, "tty", S_IFCHR | 0666, makedev(5, 0));
   for (unsigned i = 0; i < sizeof nodes / sizeof *nodes; i++) bad |= mknodat(d, nodes[i].name, S_IFCHR | 0666, makedev(1, nodes[i].minor));
   for (unsigned i = 0; i < sizeof links / sizeof *links; i++) bad |= symlinkat(links[i][0], d, links[i][1]);
   for (unsigned i = 0; i < sizeof dirs / sizeof *dirs; i++) bad |= mkdirat(d, dirs[i], 0755);
+  return bad;
+}
+
+static int dev_template(void) {
+  if (mount("tmpfs", "." NODE_DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=755,size=64k,nr_inodes=32")) return -1;
+  int d = open("." NODE_DEV, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (d < 0) return -1;
+  int bad = dev_fill(d);
   close(d);
   return bad || mount(NULL, "." NODE_DEV, NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC, NULL) ? -1 : 0;
 }

@@ -113,6 +113,7 @@ class FncallConfig(_Section, frozen=True):
     environments: str = ""  # images whose residents are there from the start on, separated by spaces
     preload: str = ""  # modules that python calls find imported, separated by spaces
     languages: str = ""  # directory with more languages of the judge, one TOML file each
+    devices: str = ""  # TOML file with the GPUs of this machine; empty: those of nvidia-smi
     slots: NotNegative = 0  # calls at a time; 0: one a CPU
     queue: Positive = 20000  # calls that are accepted at a time, waiting or running
     residents: Positive = 8  # environments that are resident at a time
@@ -366,8 +367,9 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
         raise bad("tls_cert" if config.tls_cert else "tls_key", "tls_cert and tls_key go together")
     if not is_loopback(host.strip("[]")) and not config.tls_cert:
         raise bad("listen", "an address that is not loopback needs TLS: set tls_cert and tls_key")
-    if config.fncall.languages and not os.path.isabs(config.fncall.languages):
-        raise bad("fncall.languages", "must be an absolute path")
+    for key in ("fncall.languages", "fncall.devices"):
+        if value(config, key) and not os.path.isabs(value(config, key)):
+            raise bad(key, "must be an absolute path")
     if config.fncall.memory_mb > config.fncall.most_memory_mb:
         raise bad("fncall.memory_mb", f"is above fncall.most_memory_mb = {config.fncall.most_memory_mb}")
     if sum(size for _, size in config.pool.sizes) > config.pool.max:

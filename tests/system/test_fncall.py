@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.harness import Node, cgroups_of, seed_layers, supervisor_pid
 
-from libdsec import DSecClient, Ending, FnCallArgs, FnLimits, FnResult, SyncDSecClient
+from libdsec import DSecClient, DSecContainerRunArgs, Ending, FnCallArgs, FnLimits, FnResult, GpuRequest, SyncDSecClient
 from libdsec.errors import (
     BinaryNotFound,
     BodyTooLarge,
@@ -237,10 +237,14 @@ def _workers(node: Node) -> dict[str, int]:
     return {path.parent.name: supervisor_pid(node, path.parent.name) for path in node.run.glob("*/worker")}
 
 
-async def test_the_queue_is_bounded_and_the_node_leaves_nothing(tmp_path: Any) -> None:
-    own = Node(tmp_path)
+async def test_a_node_of_ones_own_with_a_short_queue_and_devices(tmp_path: Path) -> None:
+    file = next(name for name in ("/dev/fuse", "/dev/net/tun", "/dev/kvm", "/dev/hwrng", "/dev/kmsg") if Path(name).is_char_device())
+    (tmp_path / "devices.toml").write_text(f'[[device]]\nid = "GPU-x"\nmemory_mb = 1000\nfiles = ["{file}"]\n')
+    own = Node(tmp_path / "node")
+    own.home.mkdir()
     seed_layers(own.state)
-    own.start({"DSEC_FNCALL_QUEUE": "5", "DSEC_FNCALL_ENVIRONMENTS": "busybox", "DSEC_FNCALL_SLOTS": "1"})
+    own.start({"DSEC_FNCALL_QUEUE": "5", "DSEC_FNCALL_ENVIRONMENTS": "busybox", "DSEC_FNCALL_SLOTS": "1",
+               "DSEC_FNCALL_DEVICES": str(tmp_path / "devices.toml")})  # fmt: skip
     try:
         client = await own.client()
         calls = [FnCallArgs(image="busybox", kind="shell", code="sleep 0.05; echo $$") for _ in range(6)]
@@ -250,7 +254,37 @@ async def test_the_queue_is_bounded_and_the_node_leaves_nothing(tmp_path: Any) -
         got: list[FnResult] = [result async for result in client.run_fncalls(calls[:5])]
         assert [result.index for result in got] == list(range(5)) and {result.stdout for result in got} == {b"3\n"}
         flags = (await client.node()).capabilities["fncall"]
-        assert flags["batch"] and flags["limits"] and flags["verdicts"] and flags["call_isolation"] and not flags["snapshot"]
+        assert flags["batch"] and flags["limits"] and flags["verdicts"] and flags["call_isolation"] and flags["gpu"] and not flags["snapshot"]
+        await _with_a_device(client, file)
         await client.close()
     finally:
         own.destroy()
+
+
+async def _with_a_device(client: DSecClient, file: str) -> None:
+    code = f"test -c {file} && echo it is there; test -c /dev/null && echo x > /dev/shm/f && cat /dev/shm/f; echo $CUDA_VISIBLE_DEVICES; sleep $1"
+
+    def call(seconds: float, gpu: GpuRequest | None) -> FnCallArgs:
+        return FnCallArgs(image="busybox", kind="shell", code=code, argv=[str(seconds)], gpu=gpu)
+
+    without = await client.run_fncall(call(0, None))
+    assert without.stdout == b"x\n\n" and without.device is None
+    shared = await client.run_fncall(call(0, GpuRequest(memory_mb=500)))
+    assert shared.stdout == b"it is there\nx\nGPU-x\n" and shared.device == "GPU-x", shared.stderr_text
+    holder = asyncio.ensure_future(client.run_fncall(call(1, GpuRequest(mode="exclusive"))))
+    await asyncio.sleep(0.3)
+    with pytest.raises(ResourceExhausted) as used:
+        await client.run_fncall(call(0, GpuRequest()))
+    assert used.value.details["resource"] == "gpu" and (await holder).device == "GPU-x"
+    for request in (GpuRequest(memory_mb=2000), GpuRequest(mode="slice", profile="1g.5gb")):
+        with pytest.raises(Unsupported):
+            await client.run_fncall(call(0, request))
+    chosen = await client.run(call(0, GpuRequest()), needs=["gpu"])
+    assert chosen.backend == "fncall" and chosen.result and chosen.result.ok and "gpu" in chosen.reason
+    boxed = await client.run(DSecContainerRunArgs(container_image="busybox", memory_limit_mb=64))
+    async with boxed.sandbox as box:
+        assert boxed.backend == "container" and (await box.run_shell("echo 1")).stdout == b"1\n"
+    with pytest.raises(Unsupported):
+        await client.run(DSecContainerRunArgs(container_image="busybox"), needs=["display"])
+    heavy = await client.run(FnCallArgs(image="busybox", kind="shell", code="cat f; exit 4", files={"f": "in"}, collect=["f"]), backend="container")
+    assert heavy.result and (heavy.result.exit_code, heavy.result.stdout, heavy.result.files) == (4, b"in", {"f": b"in"})

@@ -10,7 +10,7 @@ import pytest
 from dsec.edge.fncall import checkers, languages
 from dsec.edge.fncall.admission import Flow, Turns
 from dsec.edge.fncall.checkers import CHECKERS
-from dsec.edge.fncall.devices import Device, Devices, Nvidia, lease_env, parse
+from dsec.edge.fncall.devices import Device, Devices, Nvidia, device_files, lease_env, parse
 from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable, Unsupported
 from libdsec.fncall import GpuRequest, Verdict, judge0_status
 
@@ -168,6 +168,20 @@ def test_nvidia_smi_is_read() -> None:
     assert parse(table, listed) == [
         Device("GPU-11", 81920), Device("GPU-22", 40960), Device("MIG-aa", 10240, "GPU-11", "1g.10gb"), Device("MIG-bb", 40960, "GPU-11", "3g.40gb"),
     ]  # fmt: skip
+
+
+def test_devices_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "devices.toml"
+    file.write_text('[[device]]\nid = "a"\nmemory_mb = 10\nfiles = ["/dev/zero"]\n[[device]]\nid = "b"\nmemory_mb = 5\nparent = "a"\nprofile = "p"\n')
+    with Devices.of_host(str(file)).lease(GpuRequest(mode="slice", profile="p")) as device:
+        assert device == Device("b", 5, "a", "p") and device_files(device) == []
+    assert device_files(Device("a", 10, files=("/dev/zero",))) == ["1:5:zero"] and device_files(None) == []
+    with pytest.raises(ResourceExhausted):
+        device_files(Device("a", 10, files=("/dev/no-such-gpu",)))
+    for wrong in ("", "[[device]]\nid = 1\nmemory_mb = 1\n", "device = ["):
+        file.write_text(wrong)
+        with pytest.raises(Unavailable, match=r"devices\.toml"):
+            Devices.of_host(str(file))
 
 
 def test_gpu_of_this_machine() -> None:

@@ -35,6 +35,7 @@ class FnConfig:
     environments: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     languages: str = _FNCALL.languages
+    devices: str = _FNCALL.devices
     slots: int = _FNCALL.slots
     queue: int = _FNCALL.queue
     residents: int = _FNCALL.residents

@@ -41,7 +41,8 @@ VOLUME? OWN_PIDS? TURN? (made again, on the layer that it has), for a microVM CH
 FN_WORKER? (it becomes a fncall worker, which speaks the following).
 A worker's requests: EXEC{ARG* ENV*} (the interpreter that stays) -> OK; FN_PUT{ID BYTES} (appends to a shared file), FN_DROP{ID} -> OK;
 FN_CANCEL (of the call with this request number; no reply); FN_CALL{ARG* or FN_CODE, ENV* FN_FILE* FN_COLLECT* TIMEOUT_NS FN_CPU_NS?
-MEMORY_BYTES PIDS CPU_MILLI? DISK_BYTES NOFILE FN_OUTPUT FN_FSIZE? FN_FLAGS?} or FN_CALL{FN_CALL FN_CALL} (a pair, each other's stdin and
+MEMORY_BYTES PIDS CPU_MILLI? DISK_BYTES NOFILE FN_OUTPUT FN_FSIZE? FN_FLAGS?
+PATH* (device files)} or FN_CALL{FN_CALL FN_CALL} (a pair, each other's stdin and
 stdout) -> DATA* (flags: 1 stdout, 2 stderr, 3 value, 16 and up a file handed back; 128 more for the second of a pair) STATUS* (flags:
 number of a file handed back; CODE? when it is not there) FN_END{FN_RESULT} (flags: 1 for the second of a pair), or ERROR.
 EXEC: COMMAND, ARG* or SHELL, SESSION? CWD? ENV* USER? EXEC_FLAGS ROWS? COLS? TIMEOUT_NS? BYTES? (whole stdin) LOG_HEAD? LOG_TAIL?.

@@ -6,14 +6,20 @@ never handed out in two ways at once.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from libdsec.errors import InvalidRequest, ResourceExhausted, Unsupported
+import msgspec
+
+from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable, Unsupported
 from libdsec.fncall import GpuRequest
 
 _MODES = ("exclusive", "shared", "slice")
@@ -27,6 +33,7 @@ class Device:
     memory_mb: int
     parent: str | None = None
     profile: str | None = None  # of a slice, such as 1g.10gb
+    files: tuple[str, ...] = ()  # below /dev, that whoever has it needs
 
 
 class Inventory(Protocol):
@@ -49,7 +56,24 @@ class Nvidia:
             listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
         except (OSError, subprocess.SubprocessError):
             return ()
-        return parse(table, listed)
+        files = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*") if path.is_char_device()))
+        files += tuple(sorted(str(path) for path in Path("/dev/nvidia-caps").glob("*") if path.is_char_device()))
+        return [dataclasses.replace(device, files=files) for device in parse(table, listed)]
+
+
+class Listed:
+    """By a TOML file of the operator's: a list `device` of tables with the fields of Device."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def present(self) -> Sequence[Device]:
+        """Unavailable names what is not right in the file."""
+        try:
+            listed = tomllib.loads(Path(self._path).read_text())
+            return msgspec.convert(listed["device"], list[Device])
+        except (OSError, KeyError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+            raise Unavailable(f"the device file {self._path} is not valid: {error}") from error
 
 
 def parse(table: str, listed: str) -> list[Device]:
@@ -81,9 +105,9 @@ class Devices:
         self._shared: dict[str, list[int]] = {}  # memory of each lease
 
     @classmethod
-    def of_host(cls) -> Devices:
-        """Of this machine."""
-        return cls(Nvidia())
+    def of_host(cls, listed: str = "") -> Devices:
+        """Of this machine, or what a file says that it has."""
+        return cls(Listed(listed) if listed else Nvidia())
 
     @property
     def present(self) -> bool:
@@ -140,6 +164,18 @@ class Devices:
 def lease_env(device: Device | None) -> Mapping[str, str]:
     """What a call is told of its device."""
     return {} if device is None else {"CUDA_VISIBLE_DEVICES": device.id, "NVIDIA_VISIBLE_DEVICES": device.id}
+
+
+def device_files(device: Device | None) -> list[str]:
+    """Its files as the worker is told of them: numbers, and a name below /dev. ResourceExhausted when one is gone."""
+    found = []
+    for name in device.files if device is not None else ():
+        try:
+            number = os.stat(name).st_rdev
+        except OSError as error:
+            raise ResourceExhausted(f"device file {name}: {error.strerror}", resource="gpu", retry_after=1.0) from error
+        found.append(f"{os.major(number)}:{os.minor(number)}:{name.removeprefix('/dev/')}")
+    return found
 
 
 def _fits(device: Device, request: GpuRequest) -> bool:

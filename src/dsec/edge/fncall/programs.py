@@ -90,6 +90,7 @@ class Program:
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stop_at_output: bool = False
     pinned: bool = False
+    devices: Sequence[str] = ()
 
     def payload(self) -> bytes:
         """Its fields."""
@@ -99,6 +100,7 @@ class Program:
             parts += [text_field(wire.T_ARG, word, "argv") for word in self.argv]
         else:
             parts.append(wire.raw(wire.T_FN_CODE, self.job))
+        parts += [wire.text(wire.T_PATH, device) for device in self.devices]
         if self.stdin:
             parts.append(_file("", self.stdin, 0))
         parts += [_file(name, content, mode) for name, (content, mode) in self.files.items()]

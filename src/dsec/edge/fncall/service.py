@@ -16,13 +16,13 @@ from dsec.edge.backends.base import capabilities
 from dsec.edge.fncall import languages, programs
 from dsec.edge.fncall.admission import Flow, Turns
 from dsec.edge.fncall.building import Builder
-from dsec.edge.fncall.devices import Devices, lease_env
+from dsec.edge.fncall.devices import Device, Devices, device_files, lease_env
 from dsec.edge.fncall.judge import Judge, check_judge
 from dsec.edge.fncall.programs import Program
 from dsec.edge.fncall.residents import BASE_ENV, Resident, Residents
 from dsec.edge.fncall.worker import Outcome
 from dsec.edge.specs import check_key
-from libdsec.errors import DSecError, FnCallLost, IdempotencyConflict, InvalidRequest, Unsupported
+from libdsec.errors import DSecError, FnCallLost, IdempotencyConflict, InvalidRequest
 from libdsec.fncall import FnBatch, FnCall, FnKind, FnResult, LanguageInfo
 from libdsec.wire import ErrorBody
 
@@ -51,7 +51,7 @@ class FnCalls:
         self._config = config = edge.config.fncall
         self.residents = Residents(edge)
         self.languages = languages.load(config.languages)
-        self.devices = devices or Devices.of_host()
+        self.devices = devices or Devices.of_host(config.devices)
         cores = len(os.sched_getaffinity(0))
         self.turns = Turns(config.slots or cores, config.queue)
         self._builder = Builder(self.languages)
@@ -73,6 +73,7 @@ class FnCalls:
             "memory_disk",
             "no_network",
             "trusted_supervisor",
+            *(("gpu",) if self.devices.present else ()),
         )
 
     async def start(self) -> None:
@@ -152,29 +153,28 @@ class FnCalls:
 
     async def _run(self, call: FnCall, flow: Flow) -> FnResult:
         began = time.monotonic()
-        if call.gpu is not None and not self.capabilities["gpu"]:
-            raise Unsupported("calls get no device files on this node yet", capability="gpu", backend="fncall")
         resident = await self.residents.get(call.image, call.preload, call.kind is FnKind.PYTHON)
         resident.users += 1
         try:
             with self.devices.lease(call.gpu) as device:
-                result = await self._dispatch(call, resident, flow, began, lease_env(device))
+                result = await self._dispatch(call, resident, flow, began, device)
                 result.device = device.id if device is not None else None
                 return result
         finally:
             resident.users -= 1
 
-    async def _dispatch(self, call: FnCall, resident: Resident, flow: Flow, began: float, extra: Mapping[str, str]) -> FnResult:
+    async def _dispatch(self, call: FnCall, resident: Resident, flow: Flow, began: float, device: Device | None) -> FnResult:
         if call.kind is FnKind.JUDGE:
             return await self._judge.judge(call, resident, flow)
         limits = programs.bounds(call.limits, self._config)
         program = Program(
             limits,
-            env={**resident.env, **extra, **call.env},
+            env={**resident.env, **lease_env(device), **call.env},
             files=programs.call_files(call),
             stdin=call.stdin,
             collect=call.collect,
             stop_at_output=call.stop_at_output,
+            devices=device_files(device),
         )
         if call.kind is FnKind.COMPILE_RUN:
             return await self._compile_run(call, resident, flow, program, began)
@@ -289,6 +289,8 @@ def check(call: FnCall) -> None:
     if call.kind is FnKind.JUDGE:
         if call.judge is None:
             raise InvalidRequest("a judge call needs judge", field="judge")
+        if call.gpu is not None:
+            raise InvalidRequest("gpu means nothing in a judge call", field="gpu")
         check_judge(call.judge)
 
 
