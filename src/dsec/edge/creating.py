@@ -155,6 +155,9 @@ class Creating(Recovery):
         """Check, admit, and take a place in the table. Nothing in here waits, so two equal requests cannot both pass."""
         backend = self.backends.get(spec.backend)
         if backend is None:
+            if spec.backend == "fncall":
+                message = "backend fncall keeps no sandboxes: it runs function calls (run_fncall)"
+                raise Unsupported(message, capability="backend:fncall", backend=spec.backend)
             if spec.backend in _LATER:
                 raise Unsupported(f"this node has no backend {spec.backend}", capability=f"backend:{spec.backend}", backend=spec.backend)
             raise InvalidRequest(f"backend {spec.backend!r} is none of {', '.join(('container', *_LATER))}", field="backend")
