@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 from tests.harness import Node, cgroups_of, frozen, until
 
-from dsec.edge.backends.microvm import kvm_runs_kernels
+from dsec.edge.backends.microvm import WAITING, kvm_runs_kernels
 from dsec.edge.config import find_aether
+from dsec.edge.vm.engine import Guest, Shape
+from dsec.edge.vm.qemu import Qemu
+from dsec.linux import facts
+from dsec.linux.cgroups import remove_group
+from dsec.linux.tools import Tools
 from libdsec import DSecClient, DSecMicroVMRunArgs, Sandbox, errors
 from libdsec.wire import Ending
 
@@ -112,6 +117,47 @@ async def test_what_it_does_not_claim_is_refused_by_name(client: DSecClient, nod
             await ask()
         assert told.value.details["capability"] == name
     await box.stop()
+
+
+@pytest.mark.slow
+async def test_machines_outlive_the_node_and_those_that_waited_do_not(own_node: Node) -> None:
+    client = await own_node.client()
+    box = await client.run_microvm(args(memory_limit_mb=128))
+    running = await box.start(shell="i=0; while :; do i=$((i+1)); echo $i; sleep 0.1; done")
+    group = Path(facts.cgroups()[1] or "/sys/fs/cgroup") / f"dsec-{own_node.prefix}" / WAITING / "cgroup.procs"
+    until(lambda: bool(group.read_text().split()), 60)
+    left = {int(pid) for pid in group.read_text().split()}
+    await client.close()
+    own_node.kill()
+    own_node.start()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
+    client = await own_node.client()
+    again = await client.connect(box.id)
+    before = len((await (await again.command(running.id)).logs()).splitlines())
+    assert (await again.run_shell("echo here")).stdout == b"here\n"
+    await asyncio.sleep(0.5)
+    assert len((await (await again.command(running.id)).logs()).splitlines()) > before
+    await again.pause()
+    assert (await again.run_shell("echo again")).stdout == b"again\n"
+    await again.stop()
+    await client.close()
+
+
+async def test_a_boot_that_hangs_ends_at_its_deadline(tmp_path: Path) -> None:
+    group = Path(facts.cgroups()[1] or "/sys/fs/cgroup") / f"dsec-hang-{os.getpid()}"
+    group.mkdir()
+    kernel = Tools().guest()
+    qemu = Tools().find("qemu-system-x86_64")
+    assert kernel is not None and qemu is not None
+    try:
+        engine = Qemu(qemu, find_aether(), tmp_path / "vm", group, 16777000, kvm=False, boot_timeout=1.0)
+        nothing = tmp_path / "nothing"
+        nothing.write_bytes(b"")
+        with pytest.raises(errors.Unavailable, match="within 1 s|ended while it booted"):
+            await engine.template(Shape(Guest(kernel / "vmlinuz", nothing), 128 << 20, 1, ()))
+        assert not (group / "cgroup.procs").read_text() and not list((tmp_path / "vm").iterdir())
+    finally:
+        remove_group(group)
 
 
 def test_kvm_is_judged_by_what_it_executes() -> None:
