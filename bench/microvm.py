@@ -6,6 +6,7 @@ machine's KVM runs kernels.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class Figures:
     snapshot: list[float] = field(default_factory=list)
     fork: list[float] = field(default_factory=list)
     stop: list[float] = field(default_factory=list)
+    copied: list[float] = field(default_factory=list)  # a fork with memory, until its child's first command has ended
+    still: list[float] = field(default_factory=list)  # of that, how long the parent's machine was stopped, as the node says
     template: float = 0.0
     each: float = 0.0  # proportional set of a running clone
     running: int = 0
@@ -91,6 +94,8 @@ async def one_at_a_time(client: DSecClient, figures: Figures, n: int, ready: boo
             taken = await box.snapshot()
             await timed(figures.snapshot, box.snapshot())
             child = (await timed(figures.fork, box.fork(1)))[0]  # type: ignore[index]
+            await child.stop()
+            child = await forked(box, figures)
             for made in (child, box):
                 await timed(figures.stop, made.stop())
             for info in await client.snapshots.list(taken.sandbox):
@@ -98,6 +103,23 @@ async def one_at_a_time(client: DSecClient, figures: Figures, n: int, ready: boo
         else:
             await box.stop()
         await asyncio.sleep(1.5 if ready else 0.1)
+
+
+async def forked(box: Sandbox, figures: Figures) -> Sandbox:
+    """A child that has the parent's memory, with a command that runs, when it has answered."""
+    await box.start(["/bin/sleep", "1000"])
+    began = time.perf_counter()
+    child = (await box.fork(1, memory=True))[0]
+    if not isinstance(child, Sandbox):
+        raise child
+    await child.exec(["/bin/true"], check=True)
+    figures.copied.append(time.perf_counter() - began)
+    return child
+
+
+def stood_still(made: Node) -> list[float]:
+    """What the node's log says of machines that were copied: seconds."""
+    return [float(found) / 1e3 for found in re.findall(r"stood still for (\d+) ms", (made.home / "log").read_text())]
 
 
 async def many(client: DSecClient, figures: Figures, running: int, stopped: int) -> None:
@@ -133,6 +155,7 @@ def run(bench: Bench, figures: Figures, ready: bool) -> None:
         floor = Floor(made.images, made.home)
         calibrate(bench, floor)
         asyncio.run(measure(made, figures, bench, ready))
+        figures.still += stood_still(made)
         calibrate(bench, floor)
 
 
@@ -153,7 +176,8 @@ def _report(bench: Bench, figures: Figures) -> None:
     named = {
         "create and first command, a machine waits": figures.waiting, "create and first command, none waits": figures.cloned,
         "a command": figures.exec, "pause": figures.pause, "first command after it": figures.resumed,
-        "snapshot of the files": figures.snapshot, "fork of the files": figures.fork, "stop": figures.stop,
+        "snapshot of the files": figures.snapshot, "fork of the files": figures.fork, "fork with memory and first command": figures.copied,
+        "of that, the parent stands still": figures.still, "stop": figures.stop,
     }  # fmt: skip
     rows = [[what, f"{percentile(v, 50) * 1e3:.1f}", f"{percentile(v, 95) * 1e3:.1f}", str(len(v))] for what, v in named.items()]
     rows.append(["boot of a template", f"{figures.template * 1e3:.0f}", "-", "1"])
@@ -165,8 +189,8 @@ def _report(bench: Bench, figures: Figures) -> None:
     bench.bar("first command, none waits, p50", percentile(figures.cloned, 50) * 1e3, 180, at_least=False, unit=" ms", by="loop")
     bench.bar("running clones", figures.running if not bench.quick else None, FULL_RUNNING, at_least=True)
     bench.bar("stopped clones", figures.stopped if not bench.quick else None, FULL_STOPPED, at_least=True)
-    bench.bar("fork of a running guest, pause", None, 60, at_least=False, unit=" ms", why="not built")
-    bench.bar("fork of a running guest, children answer", None, 150, at_least=False, unit=" ms", why="not built")
+    bench.bar("fork of a running guest, pause", percentile(figures.still, 50) * 1e3, 60, at_least=False, unit=" ms", by="loop")
+    bench.bar("fork of a running guest, child answers", percentile(figures.copied, 50) * 1e3, 150, at_least=False, unit=" ms", by="loop")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@
 #define LOOK_MS 50                     // at programs that start, and at those that a tracer holds
 #define UNCONNECTED_US 2000
 #define GROUP_SIZE (ID_SIZE + 4)
-#define ORDERS 2                       // to make the container: of a template, of a supervisor
+#define ORDERS 3                       // one makes the container; the last one but one is still in use when the next comes
 #define UID_BASE (1u << 20)            // a guest has one sandbox: all have the same ids, whatever their disk was before
 
 struct task {                          // what was started for the supervisor: a program, or a file operation
@@ -173,6 +173,13 @@ static void failed(struct task *t, const struct fault *f) {
   forget(t);
 }
 
+static void tell_started(const struct task *t) {
+  struct buf b = mux_buf();
+  frame_begin(&b, H_STARTED, 0, t->id);
+  frame_u64(&b, T_PID, (uint64_t)inner_pid(t->pid));
+  mux_send(&b);
+}
+
 static void on_status(struct source *src, uint32_t events) {
   (void)events;
   struct task *t = OWNER(src, struct task, status);
@@ -180,10 +187,7 @@ static void on_status(struct source *src, uint32_t events) {
   int pidfd = -1;
   if (start_done(&t->start, &t->pid, &pidfd, &f)) { failed(t, &f); return; }
   loop_close(src);
-  struct buf b = mux_buf();
-  frame_begin(&b, H_STARTED, 0, t->id);
-  frame_u64(&b, T_PID, (uint64_t)inner_pid(t->pid));
-  mux_send(&b);
+  tell_started(t);
   t->process = (struct source){.on = on_process, .fd = pidfd};
   loop_want(&t->process, EPOLLIN);
 }
@@ -352,17 +356,22 @@ static void make(struct spec *c, struct fault *f) {
 }
 
 static int orders;                     // CREATEs that came
+static char signed_by[80];             // whose the disk is
 
 // A template may have the container already; then its first supervisor takes it over.
 static void create(const uint8_t *payload, size_t size) {
   struct fault f = {0};
   struct frame h = {.type = H_CREATE};
-  if (orders == ORDERS || size > sizeof creating[0]) { answer(H_FAILED, 0, &f); return; }
-  memcpy(creating[orders], payload, size);
-  int bad = order_read(&order, &h, creating[orders++], size, &f) || guest_awake(&order, &f);
-  if (!bad && orders == 1) make(&order.spec, &f);
+  if ((orders > 1 && !mux_is_quiet()) || size > sizeof creating[0]) { answer(H_FAILED, 0, &f); return; }
+  uint8_t *own = creating[orders ? 1 + (orders & 1) : 0];
+  memcpy(own, payload, size);
+  if (mux_is_quiet()) mux_restart();
+  int bad = order_read(&order, &h, own, size, &f) || guest_awake(&order, &f);
+  if (!bad && !orders) make(&order.spec, &f);
   else if (!bad && (guest_freeze(0), sandbox.init_fd < 0)) fault_set(&f, "internal", 0, "the container of the template is not there");
-  else if (!bad && !guest_sign(sandbox.spec.id, order.spec.id, &f)) sandbox_adopt(&sandbox, &order.spec, &f);
+  else if (!bad && !guest_sign(signed_by, order.spec.id, &f)) sandbox_adopt(&sandbox, &order.spec, orders > 1, &f);
+  orders++;
+  if (order.spec.id) snprintf(signed_by, sizeof signed_by, "%s", order.spec.id);
   if (f.code) { answer(H_FAILED, 0, &f); return; }
   if (orders > 1) { answer(H_READY, 0, NULL); return; }
   A.s = &sandbox;
@@ -410,7 +419,20 @@ static void about(uint8_t type, uint32_t id, const uint8_t *payload, size_t size
       if (guest_freeze(1)) fault_host(&f, errno, "write the disk back");
       answer(H_DONE, id, &f);
       break;
-    case H_THAW: (void)guest_freeze(0); break;
+    case H_HOLD:
+      if (guest_freeze(1)) fault_host(&f, errno, "write the disk back");
+      answer(H_DONE, id, &f);
+      mux_flush(1000);
+      if (!f.code) mux_quiet(1);
+      break;
+    case H_THAW:
+      (void)guest_freeze(0);
+      mux_quiet(0);
+      break;
+    case H_ADOPT:
+      if (t && !t->file && t->status.fd < 0 && !t->ended) tell_started(t);
+      else answer(H_FAILED, id, &f);
+      break;
     case H_RENAME:
       snprintf(hostname, sizeof hostname, "%s", w.hostname ? w.hostname : "");
       (void)sandbox_rename(&sandbox, hostname, &f);
@@ -433,9 +455,9 @@ static void frame(uint8_t type, uint32_t id, const uint8_t *payload, size_t size
 
 static void lost(const char *why) { guest_die("channel", why); }
 
-// A port that nobody has connected to on the host reads as an end. In a clone of a template a supervisor is on its way.
+// A port that nobody has connected to on the host reads as an end. In a copy of a machine a supervisor is on its way.
 static int alone(void) {
-  if (orders > 1) return 0;
+  if (orders > 1 && !mux_is_quiet()) return 0;
   usleep(UNCONNECTED_US);
   return 1;
 }

@@ -21,7 +21,7 @@ struct process {                       // in the guest
   uint32_t id;                         // the first of its flows
   int status, end;                     // pipes: how it started, how it ended
   int inner;
-  uint8_t ended, file;
+  uint8_t ended, file, adopted;
   struct ending how;
 };
 static struct process *processes;
@@ -128,12 +128,20 @@ static void frame(uint8_t type, uint32_t id, const uint8_t *payload, size_t size
   hear(&s, payload, size, type == H_STATUS);
   switch (type) {
     case H_STARTED:
-      if (!p || p->status < 0) return;
+      if (!p || (p->status < 0 && !p->adopted)) return;
+      p->adopted = 0;
       p->inner = (int)s.pid;
       close_fd(&p->status);            // which says that it runs
       return;
     case H_FAILED: {
       if (!p) return;
+      if (p->adopted) {                // it ended before it could be taken over
+        p->ended = 1;
+        p->how = (struct ending){CLD_KILLED, SIGKILL, 0, 0};
+        for (uint32_t i = 0; i < FLOWS_EACH; i++) flow_end(id + i);
+        tell_end(p);
+        return;
+      }
       struct fault f = fault_of(&s);
       if (p->status >= 0) (void)!write(p->status, &f, sizeof f);
       for (int i = 0; i < FLOWS_EACH; i++) flow_end(id + (uint32_t)i);
@@ -379,6 +387,36 @@ int machine_rename(const char *hostname, struct fault *f) {
   return ask(&b, 5000, f);
 }
 
+int machine_hold(struct fault *f) {
+  if (frozen) return fault_set(f, "unavailable", 0, "the files of sandbox %s are being copied", A.s->spec.id);
+  struct buf b = begin(H_HOLD);
+  frozen = 1;
+  if (!ask(&b, FREEZE_MS, f)) {
+    mux_quiet(1);
+    return 0;
+  }
+  machine_thaw();
+  return -1;
+}
+
+int machine_adopt(uint32_t process, int *end, struct fault *f) {
+  int status = -1;
+  struct process *p = process_new(f, &status, end);
+  if (!p) return -1;
+  close_fd(&status);
+  close_fd(&p->status);
+  p->id = process;
+  p->adopted = 1;
+  if (number < process) number = process;
+  about(H_ADOPT, process, NULL, 0);
+  return 0;
+}
+
+void machine_streams(uint32_t process, int in, int out, int err, struct fault *f) {
+  if ((in >= 0 && flow_send(process + FLOW_IN, in)) || (out >= 0 && flow_receive(process + FLOW_OUT, out)) || (err >= 0 && flow_receive(process + FLOW_ERR, err)))
+    fault_host(f, errno, "connect the streams of a program");
+}
+
 int machine_freeze(struct fault *f) {
   if (frozen) return 0;
   struct buf b = begin(H_FREEZE);
@@ -391,6 +429,7 @@ int machine_freeze(struct fault *f) {
 void machine_thaw(void) {
   if (!frozen) return;
   frozen = 0;
+  mux_quiet(0);
   about(H_THAW, 0, NULL, 0);
 }
 

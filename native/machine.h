@@ -31,5 +31,14 @@ int machine_disk_full(void);
 int machine_shell_replaced(void);
 int machine_freeze(struct fault *f);                                  // all that was written is on the disk's image
 void machine_thaw(void);
+int machine_hold(struct fault *f);                                    // the same, and the channel is empty, until machine_thaw
+int machine_adopt(uint32_t process, int *end, struct fault *f);       // one that a copy has. `end`: as of a start
+void machine_streams(uint32_t process, int in, int out, int err, struct fault *f); // takes over the ends that the guest's flows go to; -1: none
+// machine_fork.c
+struct conn;
+struct request;
+void machine_checkpoint(struct conn *c, struct request *r);
+void machine_restore(struct conn *c, struct request *r);
+uint64_t machine_tick(void);
 void machine_end(void);                                               // the guest is dead
 #endif

@@ -26,7 +26,7 @@ static uint8_t in[WIRE_MAX];
 static uint8_t *out;
 static size_t out_at, out_used, out_cap;
 static struct flow *flows;
-static int nflows, held;               // held: flows wait until the channel has taken what there is
+static int nflows, held, quiet;        // held: flows wait until the channel has taken what there is
 static uint8_t building[sizeof(struct frame) + WIRE_MAX];
 static struct { struct frame head; uint8_t bytes[PIECE]; } __attribute__((packed)) data;
 
@@ -42,14 +42,14 @@ static void lost(const char *why) {
 static void on_flow(struct source *src, uint32_t events);
 
 static void release(void) {
-  if (!held || out_used - out_at > OUT_HIGH / 2) return;
+  if (!held || quiet || out_used - out_at > OUT_HIGH / 2) return;
   held = 0;
   for (struct flow *w = flows; w; w = w->next)
     if (w->sends && w->credit) loop_want(&w->src, EPOLLIN);
 }
 
 static void flush(void) {
-  while (out_at < out_used && channel.fd >= 0) {
+  while (out_at < out_used && channel.fd >= 0 && !quiet) {
     ssize_t n = write(channel.fd, out + out_at, out_used - out_at);
     if (n > 0) { out_at += (size_t)n; continue; }
     if (n < 0 && errno == EINTR) continue;
@@ -58,7 +58,7 @@ static void flush(void) {
     return;
   }
   if (out_at == out_used) out_at = out_used = 0;
-  if (channel.fd >= 0) loop_want(&channel, out_used ? EPOLLIN | EPOLLOUT : EPOLLIN);
+  if (channel.fd >= 0) loop_want(&channel, out_used && !quiet ? EPOLLIN | EPOLLOUT : EPOLLIN);
   release();
 }
 
@@ -98,6 +98,23 @@ static void note(uint8_t type, uint32_t id, uint64_t bytes) {
 void mux_flush(int ms) {
   struct pollfd p = {.fd = channel.fd, .events = POLLOUT};
   while (out_used && channel.fd >= 0 && poll(&p, 1, ms) > 0) flush();
+}
+
+void mux_quiet(int on) {
+  quiet = on;
+  flush();
+}
+
+int mux_is_quiet(void) { return quiet; }
+
+void mux_restart(void) {
+  out_at = out_used = 0;
+  for (struct flow *w = flows; w; w = w->next) {
+    w->credit = FLOW_WINDOW - (w->used - w->at);
+    w->taken = 0;
+    if (w->sends) loop_want(&w->src, EPOLLIN);
+  }
+  mux_quiet(0);
 }
 
 // flows ---------------------------------------------------------------------------------------------------------------------------------
@@ -164,7 +181,7 @@ void flow_end(uint32_t id) {
 }
 
 static void send_some(struct flow *w) {
-  if (!w->credit || out_used - out_at > OUT_HIGH) {
+  if (!w->credit || quiet || out_used - out_at > OUT_HIGH) {
     held |= w->credit > 0;
     loop_want(&w->src, 0);
     return;

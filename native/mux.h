@@ -28,6 +28,8 @@ enum hand_frame {
   H_RENAME = 20,                       // HOSTNAME
   H_DONE = 21,                         // answer to a question; CODE MESSAGE if it failed
   H_GONE = 22,                         // the container's PID 1 is dead
+  H_HOLD = 23,                         // as FREEZE, and not a byte more comes before THAW: the machine is going to be copied
+  H_ADOPT = 24,                        // a process that a copy has: STARTED or FAILED
 };
 
 struct flow {
@@ -46,6 +48,9 @@ int mux_open(int fd);                  // 0, or -1 without memory. The descripto
 void mux_send(struct buf *b);          // a built frame
 int mux_wait(int ms);                  // 1: something was read and handled, 0: time is up
 void mux_flush(int ms);
+void mux_quiet(int on);                // nothing is sent or taken from flows
+int mux_is_quiet(void);
+void mux_restart(void);                // another peer is there: what was under way never was
 struct buf mux_buf(void);              // a frame under construction; one at a time
 int flow_send(uint32_t id, int fd);    // takes over the descriptor. 0, or -1: no memory, and the descriptor is closed
 int flow_receive(uint32_t id, int fd);

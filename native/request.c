@@ -363,14 +363,19 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     case F_LEAVE: leave_now(c, &r); break;
     case F_SNAPSHOT: snapshot_start(c, &r); break;
     case F_CHECKPOINT:
-      if (!r.path || *r.path != '/' || !r.length) conn_error(c, r.id, "invalid_request", 0, "CHECKPOINT: a directory, and how much may go there, are needed");
+      if (!r.path || *r.path != '/' || (!r.length && A.s->channel <= 0)) conn_error(c, r.id, "invalid_request", 0, "CHECKPOINT: a directory, and how much may go there, are needed");
+      else if (A.s->channel > 0) machine_checkpoint(c, &r);
       else snapshot_start(c, &r);
       break;
-    case F_RESTORE: restore_start(c, &r); break;
+    case F_RESTORE:
+      if (A.s->channel > 0) machine_restore(c, &r);
+      else restore_start(c, &r);
+      break;
     case F_PAUSE: pause_start(c, &r); break;
     case F_RECLAIM: reclaim_request(c, &r); break;
     case F_RESUME:
       snapshot_thaw();                 // asked for in so many words, it is done whatever we believe
+      if (A.s->channel > 0) machine_thaw();
       conn_ok(c, id);
       break;
     default: about_command(c, type, &r);

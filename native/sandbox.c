@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -167,7 +168,23 @@ undo:
   return -1;
 }
 
-int sandbox_adopt(struct sandbox *s, const struct spec *spec, struct fault *f) {
+static int overwrite(int etc, const char *name, const char *text, int n, struct fault *f);
+
+// The one that it had is that of the machine it is a copy of.
+static int new_machine_id(struct fault *f) {
+  uint8_t random[16];
+  char text[40];
+  int etc = open_inside(box.root, "etc", O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+  if (etc < 0) return 0;
+  int bad = getrandom(random, sizeof random, 0) != sizeof random;
+  for (size_t k = 0; k < sizeof random; k++) snprintf(text + 2 * k, 4, "%02x\n", random[k]);
+  if (bad) fault_host(f, errno, "make a machine id");
+  else bad = overwrite(etc, "machine-id", text, 33, f);
+  close(etc);
+  return bad ? -1 : 0;
+}
+
+int sandbox_adopt(struct sandbox *s, const struct spec *spec, int copied, struct fault *f) {
   struct spec now = s->spec;
   now.user = spec->user;
   now.workdir = spec->workdir;
@@ -175,7 +192,8 @@ int sandbox_adopt(struct sandbox *s, const struct spec *spec, struct fault *f) {
   now.cpu_milli = spec->cpu_milli;
   now.nofile = spec->nofile;
   s->spec = now;
-  return fits(s, f) || cgroup_bound(s, f) || sandbox_rename(s, spec->hostname, f) ? -1 : 0;
+  if (copied ? new_machine_id(f) : fits(s, f)) return -1; // what a running one did to its files is for its next command to say
+  return cgroup_bound(s, f) || sandbox_rename(s, spec->hostname, f) ? -1 : 0;
 }
 
 static int overwrite(int etc, const char *name, const char *text, int n, struct fault *f) {

@@ -105,7 +105,7 @@ int sandbox_pty(struct sandbox *s, int rows, int cols, int *slave, struct fault 
 int sandbox_shell_replaced(struct sandbox *s); // /bin/sh or /bin/bash is no longer the file it was at the start
 
 int sandbox_rename(struct sandbox *s, const char *hostname, struct fault *f); // one that nobody has used
-int sandbox_adopt(struct sandbox *s, const struct spec *spec, struct fault *f); // the same, with user, directory, limits of processes and CPU
+int sandbox_adopt(struct sandbox *s, const struct spec *spec, int copied, struct fault *f); // the same, with user, directory, limits of processes and CPU
 
 // fncall.c: a worker's life after READY; never returns
 void fncall_main(struct sandbox *s) __attribute__((noreturn));

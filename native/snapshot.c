@@ -162,7 +162,7 @@ void snapshot_start(struct conn *c, struct request *r) {
 
 void snapshot_leave(struct conn *c, struct request *r) {
   if (*r->path != '/' || !r->length) { conn_error(c, r->id, "invalid_request", 0, "LEAVE: a directory, and how much may go there, are needed"); return; }
-  if (!A.running) sandbox_leave(R_HIBERNATED, c, r->id);
+  if (!A.running) { sandbox_leave(R_HIBERNATED, c, r->id); return; }
   if (snapshots) { conn_error(c, r->id, "unavailable", 0, "a snapshot of sandbox %s is being taken", A.s->spec.id); return; }
   enqueue(c, r, "", 1);
 }

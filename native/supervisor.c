@@ -236,6 +236,7 @@ static void tick(void) {
   next = least(next, pause_tick());
   next = least(next, restore_tick());
   next = least(next, snapshots_tick());
+  next = least(next, machine_tick());
   if (groups_sweep() | starts_reap()) next = least(next, A.now + 1000 * MS);
   next = least(next, lease_tick());
   next = least(next, idle_tick());

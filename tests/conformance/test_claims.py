@@ -10,7 +10,7 @@ COMMON = {
     "exec", "stream", "stdin", "pty", "files", "disk_quota", "oom_events", "no_network", "pause_memory", "snapshot", "fork", "rollback",
     "hibernate", "trusted_supervisor",
 }  # fmt: skip
-REQUIRED = {"container": COMMON | {"sessions", "memory_disk", "cpu_class", "pack_diff"}, "microvm": COMMON | {"own_kernel"}}
+REQUIRED = {"container": COMMON | {"sessions", "memory_disk", "cpu_class", "pack_diff"}, "microvm": COMMON | {"own_kernel", "fork_memory"}}
 
 
 @pytest.mark.parametrize("name", BACKENDS)

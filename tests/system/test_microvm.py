@@ -82,6 +82,42 @@ async def test_files_of_one_instant(client: DSecClient) -> None:
     await client.snapshots.remove(taken.id)
 
 
+async def test_a_running_guest_goes_on_in_its_children(client: DSecClient) -> None:
+    box = await client.run_microvm(args())
+    counter = await box.start(shell="i=0; while :; do i=$((i+1)); echo $i; sleep 0.05; done")
+    talker = await box.start(shell="while read line; do echo got $line; done; exit 7", open_stdin=True)
+    late = await box.start(shell="sleep 100", timeout=25)
+    await box.run_shell("echo mine > /srv/file; echo 0 > /etc/machine-id")
+    while not await counter.logs():
+        await asyncio.sleep(0.05)
+    made = await box.fork(2, memory=True)
+    children = [child for child in made if isinstance(child, Sandbox)]
+    assert len(children) == 2, made
+    said = [(await child.run_shell(SECRETS)).text.split("\n") for child in (*children, box)]
+    for who in zip(*said, strict=True):
+        assert not any(who) or len(set(who)) == 3, f"some share {who}"
+    for child in children:
+        there = {command.id: command.ending for command in await child.commands()}
+        assert {counter.id, talker.id, late.id} <= set(there) and there[counter.id] == Ending.RUNNING
+        count = await child.command(counter.id)
+        first = int((await count.logs()).split(b"\n")[0] or 0)
+        assert first > 1, "its log begins at the fork"
+        same = await child.command(talker.id)
+        await same.write_stdin("again\n")
+        await same.close_stdin()
+        assert (await same.wait()).exit_code == 7 and await same.logs() == b"got again\n"
+        assert (await child.run_shell("cat /srv/file; echo other > /srv/file")).text == "mine\n"
+        assert (await (await child.command(late.id)).wait()).ending == Ending.TIMEOUT, "deadlines go on"
+        await count.kill()
+        assert (await count.wait()).ending == Ending.KILLED
+        await child.stop()
+    await talker.write_stdin("here\n")
+    while await talker.logs() != b"got here\n":
+        await asyncio.sleep(0.05)
+    assert (await box.run_shell("cat /srv/file")).text == "mine\n"
+    await box.stop()
+
+
 async def test_a_machine_that_dies_is_a_lost_sandbox(client: DSecClient) -> None:
     box = await client.run_microvm(args())
     done = await box.start(shell="echo before; exit 3")
@@ -107,7 +143,6 @@ async def test_what_it_does_not_claim_is_refused_by_name(client: DSecClient, nod
     refused = {
         "sessions": lambda: box.session("s"),
         "pack_diff": lambda: box.pack_diff("never"),
-        "fork_memory": lambda: box.fork(1, memory=True),
         "memory_disk": lambda: client.run_microvm(args(disk="memory")),
         "cpu_class": lambda: client.run_microvm(args(cpu_class="best_effort")),
     }

@@ -202,6 +202,7 @@ class FakeBackend:
     """Starts FakeAethers. Their life is this process's, so an edge can be closed and another one opened on the same state."""
 
     name = "container"
+    keeps_memory = False
     capabilities: Mapping[str, bool] = capabilities("exec", "stream", "snapshot", "rollback", "hibernate", "cpu_class")
 
     def __init__(self) -> None:

@@ -21,6 +21,7 @@ from dsec.edge.core import Core
 from dsec.edge.lifecycle import Sandbox, random_text
 from dsec.edge.memories import wanted
 from dsec.edge.specs import check_labels
+from dsec.edge.telling import describe
 from dsec.images.model import ResolvedImage
 from dsec.linux.files import write_whole
 from libdsec.copies import SnapshotInfo, SnapshotRequest
@@ -145,10 +146,19 @@ class Snapshots(Core):
             directory.mkdir(mode=0o700)
         except OSError as error:
             raise ResourceExhausted(f"a place for the memory of sandbox {sandbox.id}: {error.strerror}", resource="disk") from error
-        most = self.images_room.reserve(volume, wanted((sandbox.limits.memory_mb or 0) * MIB))
-        request = wire.text(wire.T_NAME, volume) + wire.text(wire.T_PATH, str(directory)) + wire.u64(wire.T_LENGTH, most)
-        await self.call(sandbox, wire.F_CHECKPOINT, request, again=False)
-        await asyncio.to_thread(self.images_room.settle, volume, directory)
+        request = wire.text(wire.T_NAME, volume) + wire.text(wire.T_PATH, str(directory))
+        backend = self.backends[sandbox.backend]
+        if not backend.keeps_memory:
+            most = self.images_room.reserve(volume, wanted((sandbox.limits.memory_mb or 0) * MIB))
+            await self.call(sandbox, wire.F_CHECKPOINT, request + wire.u64(wire.T_LENGTH, most), again=False)
+            await asyncio.to_thread(self.images_room.settle, volume, directory)
+            return
+        image = await self.images.resolve(None, sandbox.layers)
+        try:
+            await self.call(sandbox, wire.F_CHECKPOINT, request, again=False)
+            await backend.keep_memory(describe(self.config, sandbox, image.layers), sandbox.init_pid, volume)
+        finally:
+            await self.call(sandbox, wire.F_RESUME)
 
     async def restore_memory(self, sandbox: Sandbox, volume: str) -> None:
         """Commands of the sandbox that was copied go on in this one, which is new. CheckpointFailed names the one that cannot."""
@@ -177,6 +187,9 @@ class Snapshots(Core):
         self.passing.pop(made.id, None)
         memory = self.memories.pop(made.id, None)
         if memory is not None:
+            for backend in self.backends.values():
+                if backend.keeps_memory:
+                    await backend.drop_memory(made.id)
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, memory, ignore_errors=True))
             self.images_room.release(made.id)
         self.table.release_slot(made.slot)

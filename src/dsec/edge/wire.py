@@ -26,7 +26,7 @@ Fields by frame (`*`: repeated, `?`: optional):
 | SESSION_OPEN / SESSION_CLOSE | NAME (CWD? ENV* USER?) | OK |
 | SESSION_LIST | - | RECORD{NAME STATE (1 busy)}* OK |
 | SNAPSHOT | NAME | OK |
-| CHECKPOINT | NAME PATH (a new directory; gets one a command) LENGTH (bytes that may go there) | OK |
+| CHECKPOINT | NAME PATH (a new directory; gets one a command) LENGTH? (bytes that may go there) | OK; a microVM waits for RESUME then |
 | RESTORE | PATH GOES_ON? CAUSE? | OK, when all of them run; with CAUSE, when their ends are recorded |
 | LEASE | DEADLINE_NS? IDLE_NS? AUTO_PAUSE_NS? (0: never) | OK |
 | PAUSE | IDLE_NS? (only if it was idle for so long) REASON? | OK |

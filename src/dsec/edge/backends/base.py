@@ -177,6 +177,19 @@ class Backend(Protocol):
         the snapshot is not of."""
         ...
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Memory of a fork is kept here, by the next two; the supervisor waits for RESUME meanwhile. Else it writes all of it."""
+        ...
+
+    async def keep_memory(self, spec: StartSpec, pid: int, name: str) -> None:
+        """A supervisor has answered CHECKPOINT: keep what it did not write down itself. `pid`: what runs the sandbox."""
+        ...
+
+    async def drop_memory(self, name: str) -> None:
+        """Let go of that. No error when it is not there."""
+        ...
+
     async def drop_snapshot(self, name: str) -> None:
         """Remove a snapshot. No error when it is not there."""
         ...

@@ -42,6 +42,7 @@ class Container:
     """Containers of one edge."""
 
     name = "container"
+    keeps_memory = False
     capabilities: Mapping[str, bool] = capabilities(
         "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "cpu_class",
         "pause_memory", "fork", "snapshot", "rollback", "hibernate", "pack_diff", "trusted_supervisor", "limits",
@@ -179,6 +180,12 @@ class Container:
             await (await self._running()).call(wire.F_PUT_SNAPSHOT, request)
         except ConnectionLost as error:
             raise ResourceExhausted(f"sandbox {sandbox_id}: {error}", resource="launcher", retry_after=0.5) from error
+
+    async def keep_memory(self, spec: StartSpec, pid: int, name: str) -> None:
+        raise NotImplementedError  # keeps_memory is False
+
+    async def drop_memory(self, name: str) -> None:
+        raise NotImplementedError
 
     async def drop_snapshot(self, name: str) -> None:
         """A launcher that is gone took its snapshots along: the next one drops what it finds."""

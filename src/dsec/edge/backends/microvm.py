@@ -19,12 +19,12 @@ from dsec.edge import wire
 from dsec.edge.backends.base import DiskUsage, Started, StartSpec, capabilities
 from dsec.edge.backends.container import Container
 from dsec.edge.config import MIB, EdgeConfig
-from dsec.edge.vm.engine import Machine, Template
+from dsec.edge.vm.engine import Machine, Shape, Template
 from dsec.edge.vm.files import copy_data
 from dsec.edge.vm.machines import Machines, padded_copy
 from dsec.edge.vm.qemu import MAX_LAYERS, TRANSLATED, Qemu
 from dsec.linux.cgroups import remove_group
-from libdsec.errors import DSecError, InvalidRequest, ResourceExhausted
+from libdsec.errors import DSecError, InvalidRequest, ResourceExhausted, Unavailable
 from libdsec.wire import CpuClass
 
 log = logging.getLogger("dsec.edge")
@@ -45,9 +45,10 @@ class MicroVM:
     """MicroVMs of one edge."""
 
     name = "microvm"
+    keeps_memory = True
     capabilities: Mapping[str, bool] = capabilities(
         "exec", "stream", "stdin", "pty", "files", "disk_quota", "oom_events", "no_network", "pause_memory", "fork", "snapshot", "rollback",
-        "hibernate", "trusted_supervisor", "own_kernel",
+        "fork_memory", "hibernate", "trusted_supervisor", "own_kernel",
     )  # fmt: skip
 
     def __init__(self, config: EdgeConfig, container: Container, qemu: Path, kernel: Path) -> None:
@@ -57,6 +58,7 @@ class MicroVM:
         self._run = config.run_dir / "vm"
         self._group = container.cpu_groups()[CpuClass.LATENCY] / WAITING
         self._ready: asyncio.Task[Machines] | None = None
+        self._memories: dict[str, Template] = {}  # of forks that are under way
 
     @property
     def mounted(self) -> int:
@@ -103,29 +105,32 @@ class MicroVM:
             raise InvalidRequest(f"{len(spec.layers)} layers, at most {MAX_LAYERS} can be stacked in a microVM", field="layers")
         if spec.disk_bytes < _LEAST_DISK:
             raise InvalidRequest(f"the disk of a microVM has at least {_LEAST_DISK // MIB} MiB", field="limits.disk_mb")
-        cpus = max(1, min(-(-spec.cpu_milli // 1000), os.cpu_count() or 1))
         machines = await self._machines()
+        copied = self._memories.get(spec.volume or "") if spec.own_pids else None
+        if spec.own_pids and copied is None:
+            raise Unavailable(f"the fork that sandbox {spec.id} belongs to has ended")
         layers = b"".join(wire.text(wire.T_LAYER, str(number)) for number in reversed(range(len(spec.layers))))
-        shape = await machines.shape(spec.layers, spec.memory_bytes, cpus)
+        shape = await self._shape(machines, spec)
         if spec.volume is None and not spec.turn:  # its disk is empty: a template has the container ready
             container = layers + _ORDER(spec.memory_bytes, spec.shm_bytes, 1000) + _TEMPLATE
             shape = dataclasses.replace(shape, container=container, disk=spec.disk_bytes)
         machine: Machine | None = None
         told = False
         try:
-            machine = await machines.take(shape)
-            disk = await self._disk(spec, await machines.template(shape))
+            machine = await (machines.take(shape) if copied is None else machines.clone(copied))
+            disk = await self._disk(spec, copied or await machines.template(shape))
             try:
                 await machine.use_disk(disk)
             finally:
                 os.close(disk)
-            request = layers + self._container.describe(dataclasses.replace(spec, layers=(), disk_bytes=spec.disk_bytes + SLACK))
+            told_spec = dataclasses.replace(spec, layers=(), own_pids=False, disk_bytes=spec.disk_bytes + SLACK)
+            request = layers + self._container.describe(told_spec)
             # twice: a page of the template's RAM that nobody touched before is made there first, and charged to who touches it
             request += wire.text(wire.T_CHANNEL, machine.channel) + wire.u64(wire.T_VMM, machine.pid)
             request += wire.u64(wire.T_VMM_BYTES, 2 * shape.memory + MONITOR) + wire.u64(wire.T_BOOT_S, WAKE)
             told = True
             started, _ = await asyncio.gather(self._container.launch(spec.id, request, spec.run_dir), machine.go())
-            machine.release()
+            machine.release(spec.run_dir)
         except BaseException:
             if machine is not None:
                 await asyncio.shield(machine.kill())
@@ -133,8 +138,13 @@ class MicroVM:
                 if not told:
                     await asyncio.shield(self.reap(spec.id, spec.run_dir, spec.state_dir, False, keep=spec.turn > 0))
             raise
-        machines.refill(shape)
+        if copied is None:
+            machines.refill(shape)
         return started
+
+    async def _shape(self, machines: Machines, spec: StartSpec) -> Shape:
+        cpus = max(1, min(-(-spec.cpu_milli // 1000), os.cpu_count() or 1))
+        return await machines.shape(spec.layers, spec.memory_bytes, cpus)
 
     async def _disk(self, spec: StartSpec, template: Template) -> int:
         """The image in the sandbox's volume, open; where the volume is new, as the template left its own."""
@@ -183,6 +193,15 @@ class MicroVM:
     async def put_snapshot(self, sandbox_id: str, run_dir: str, name: str, identity: tuple[str, int] | None) -> None:
         """Its guest gives it an identity when it takes it up."""
         await self._container.put_snapshot(sandbox_id, run_dir, name, None)
+
+    async def keep_memory(self, spec: StartSpec, pid: int, name: str) -> None:
+        """Its supervisor holds disk and channel still; the machine is stopped here, for as long as it takes to copy what it wrote."""
+        machines = await self._machines()
+        self._memories[name] = await machines.copy(await self._shape(machines, spec), pid, spec.run_dir)
+
+    async def drop_memory(self, name: str) -> None:
+        if (template := self._memories.pop(name, None)) is not None:
+            template.close()
 
     async def drop_snapshot(self, name: str) -> None:
         await self._container.drop_snapshot(name)

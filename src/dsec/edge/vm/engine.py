@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +35,13 @@ class Template:
     ram: int
     devices: int
     disk: int  # its image, when the container is on it; else -1
+    of_running: bool = False  # a copy of a machine that ran, whose disk is a volume
+
+    def close(self) -> None:
+        """Clones have descriptors of their own."""
+        for fd in (self.ram, self.devices, self.disk):
+            if fd >= 0:
+                os.close(fd)
 
 
 class Machine(Protocol):
@@ -55,8 +63,8 @@ class Machine(Protocol):
         """Let the guest run."""
         ...
 
-    def release(self) -> None:
-        """It belongs to a supervisor now: only its process is left of it here."""
+    def release(self, run_dir: str) -> None:
+        """It belongs to a supervisor now: its process, and its control socket in the sandbox's directory, are all that is left of it."""
         ...
 
     async def kill(self) -> None:
@@ -72,6 +80,10 @@ class Engine(Protocol):
 
     async def template(self, shape: Shape) -> Template:
         """Boot a guest and keep it. Unavailable when it does not come up in time."""
+        ...
+
+    async def copy(self, shape: Shape, pid: int, run_dir: str) -> Template:
+        """Of a machine that somebody has, as it is at one instant. Its disk and its channel stand still already."""
         ...
 
     async def clone(self, template: Template) -> Machine:

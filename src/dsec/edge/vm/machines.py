@@ -57,6 +57,14 @@ class Machines:
                 return machine
         return await self._engine.clone(await self.template(shape))
 
+    async def copy(self, shape: Shape, pid: int, run_dir: str) -> Template:
+        """Of a machine that a supervisor has. The caller's to close."""
+        return await self._engine.copy(shape, pid, run_dir)
+
+    async def clone(self, template: Template) -> Machine:
+        """Of such a copy."""
+        return await self._engine.clone(template)
+
     def refill(self, shape: Shape) -> None:
         """Have one of this shape wait again; the oldest of others makes room."""
         if self._closed or self._most_waiting < 1 or (self._filling is not None and not self._filling.done()):
@@ -105,10 +113,7 @@ class Machines:
         _, task = self._templates.popitem(last=False)
         task.cancel()
         with contextlib.suppress(DSecError, asyncio.CancelledError):
-            template = await task
-            for fd in (template.ram, template.devices, template.disk):  # clones have their own
-                if fd >= 0:
-                    os.close(fd)
+            (await task).close()
 
     # what a guest boots with, and its layers ---------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
 import shutil
 import signal
@@ -19,8 +20,10 @@ from dsec.edge.vm.engine import Machine, Shape, Template
 from dsec.edge.vm.files import make_filesystem, memory_file
 from dsec.edge.vm.hand import Hand
 from dsec.edge.vm.qmp import Qmp
+from dsec.edge.vm.ram import Ram
 from libdsec.errors import ResourceExhausted, Unavailable
 
+log = logging.getLogger("dsec.edge")
 MIB = 1 << 20
 FIRST_SLOT = 16  # of layer 0 on the PCI bus, as native/guest.c looks for it
 MAX_LAYERS = 14
@@ -28,6 +31,7 @@ PORT = "dsec"  # HAND_PORT of native/mux.h
 TRANSLATED = 96 * MIB  # code of a guest that TCG keeps; its own bound is a gigabyte, which the monitor's group would have to allow for
 SETTLE = 0.3  # seconds that a booted guest gets to finish what it does in the background
 _SPAWN = 10.0  # seconds until a monitor answers
+_DEVICES = 2  # the set of descriptors that a copy of a machine writes its devices to
 _LOW = 10  # first descriptor number of what a monitor inherits
 _HIGH = 1000  # its sources wait above every number that they could get
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -76,13 +80,45 @@ class Qemu:
 
     async def clone(self, template: Template) -> Machine:
         """Loaded, and standing where the template stood."""
-        machine = await self._start(template.shape, template.ram, shared=False, console=None)
+        machine = await self._start(template.shape, template.ram, shared=False, console=None, whole=not template.of_running)
         try:
-            await machine.load(template.devices)
+            await machine.load(template.devices, ignore_shared=not template.of_running)
         except BaseException:
             await asyncio.shield(machine.kill())
             raise
         return machine
+
+    async def copy(self, shape: Shape, pid: int, run_dir: str) -> Template:
+        """The pages of its template first, while it runs; then those that it wrote, and its devices, while it stands still."""
+        mapping = await asyncio.to_thread(Ram, pid, shape.memory)
+        ram, devices = memory_file("ram", shape.memory), memory_file("devices", 0)
+        try:
+            qmp = await Qmp.open(f"{run_dir}/qmp.sock")
+            try:
+                await asyncio.to_thread(mapping.copy_shared, ram)
+                began = time.monotonic()
+                await qmp.run("stop")
+                try:
+                    writer = os.open(f"/proc/self/fd/{devices}", os.O_WRONLY | os.O_CLOEXEC)  # it takes one of just this kind
+                    try:
+                        await qmp.run("add-fd", fd=writer, fdset_id=_DEVICES)
+                    finally:
+                        os.close(writer)
+                    await qmp.run("xen-save-devices-state", filename=f"/dev/fdset/{_DEVICES}", live=False)
+                    await asyncio.to_thread(mapping.copy_written, ram)
+                finally:
+                    await qmp.run("cont")
+                    log.info("a machine stood still for %.0f ms to be copied", (time.monotonic() - began) * 1e3)
+                await qmp.run("remove-fd", fdset_id=_DEVICES)
+            finally:
+                qmp.close()
+            for fd in (ram, devices):
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return Template(shape, ram, devices, -1, of_running=True)
+        except BaseException:
+            os.close(ram)
+            os.close(devices)
+            raise
 
     async def _boot(self, machine: QemuMachine, shape: Shape, devices: int, console: int) -> None:
         try:
@@ -99,7 +135,7 @@ class Qemu:
         except TimeoutError:
             raise Unavailable(f"a guest did not boot within {self._boot_timeout:.0f} s: {_tail(console)}") from None
 
-    async def _start(self, shape: Shape, ram: int, *, shared: bool, console: int | None) -> QemuMachine:
+    async def _start(self, shape: Shape, ram: int, *, shared: bool, console: int | None, whole: bool = True) -> QemuMachine:
         name = f"{os.getpid()}-{next(self._numbers)}"
         directory = self._directory / name
         directory.mkdir(mode=0o700, parents=True)
@@ -119,6 +155,8 @@ class Qemu:
                 files["console"] = console
             numbers = {what: _LOW + i for i, what in enumerate(files)}
             argv = self._argv(shape, numbers, shared=shared)
+            if not whole:  # a state of devices alone
+                argv += ["-global", "migration.send-configuration=off"]
             # beside the loop: posix_spawn waits until the new program runs
             pid, stderr = await asyncio.to_thread(self._spawn, argv, {numbers[what]: fd for what, fd in files.items()})
             machine = QemuMachine(directory, pid, stderr)
@@ -248,9 +286,10 @@ class QemuMachine:
                 raise Unavailable(f"the state of a guest could not be kept: {self.complaint()}")
             await asyncio.sleep(0.002)
 
-    async def load(self, devices: int) -> None:
+    async def load(self, devices: int, ignore_shared: bool) -> None:
         """Take the state of a template's devices."""
-        await self._ignore_shared()
+        if ignore_shared:
+            await self._ignore_shared()
         own = os.open(f"/proc/self/fd/{devices}", os.O_RDONLY | os.O_CLOEXEC)  # with an offset of its own
         try:
             await self.qmp.run("getfd", fd=own, fdname="devices")
@@ -276,7 +315,11 @@ class QemuMachine:
     async def go(self) -> None:
         await self.qmp.run("cont")
 
-    def release(self) -> None:
+    def release(self, run_dir: str) -> None:
+        os.rename(self._directory / "qmp.sock", f"{run_dir}/qmp.sock")
+        self._close()
+
+    def _close(self) -> None:
         if self._qmp is not None:
             self._qmp.close()
             self._qmp = None
@@ -297,7 +340,7 @@ class QemuMachine:
                 await dead.wait()
             finally:
                 loop.remove_reader(self._pidfd)
-        self.release()
+        self._close()
 
 
 def _listen(path: Path) -> int:
