@@ -8,6 +8,7 @@ Fixtures (session-wide unless said otherwise):
     busybox_image   name of the smallest one (a static busybox)
     app_image       name of an environment with ENV, USER app and WORKDIR /srv of its own
     supervisor_pid  function(sandbox id) -> host pid of its supervisor
+    internet        a small internet in a namespace of its own (tests.internet.Internet), which sandboxes reach by their network rules
     tcp_proxy       per test: `await tcp_proxy.client()`, `tcp_proxy.cut()`: a loopback relay whose links the test can break
 A test that kills or reconfigures a node starts its own: `tests.harness.start_node(directory)`, `.destroy()` at the end.
 
@@ -32,9 +33,9 @@ import pytest
 from tests.leaks import Leaks
 
 if TYPE_CHECKING:
-
     from libdsec import DSecClient, SyncDSecClient
     from tests.harness import Node
+    from tests.internet import Internet
 
 ROOT = Path(__file__).resolve().parents[1]
 _leaks = pytest.StashKey[Leaks]()
@@ -81,7 +82,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.line(line)
     if left is not None:
         skipped = len(terminalreporter.stats.get("skipped", []))
-        terminalreporter.line(f"leaks: {len(left)} (mounts, cgroups, processes, namespaces, loop devices, files); skipped: {skipped}")
+        terminalreporter.line(f"leaks: {len(left)} (mounts, cgroups, processes, namespaces, loop devices, network, files); skipped: {skipped}")
 
 
 # nodes and clients --------------------------------------------------------------------------------------------------------------
@@ -157,6 +158,21 @@ def own_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     node = start_node(tmp_path_factory.mktemp("own"))
     yield node
     node.destroy()
+
+
+@pytest.fixture(scope="module")
+def internet() -> Iterator[Internet]:
+    """What is beyond this machine. Of a module: the other lane may need it, too."""
+    from tests.internet import Internet
+
+    with Internet() as net:
+        net.names = {
+            "www.example.org": ["203.0.113.10", "2001:db8:1::10"], "other.example.org": ["203.0.113.11"], "db.example.net": ["203.0.113.20"],
+            "private.example.org": ["10.1.2.3"], "metadata.example.org": ["169.254.169.254"], "mixed.example.org": ["203.0.113.12", "127.0.0.1"],
+            "evil.example.com": ["203.0.113.66"],
+        }  # fmt: skip
+        net.say()
+        yield net
 
 
 # images -------------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What a test run may leave on the host: nothing. A snapshot before, one after, and every difference that is this run's doing.
 
-Seen on the whole host: mounts (of every mount namespace), cgroups `dsec-*`, processes, namespaces, loop devices, and files in the run's
+Seen on the whole host: mounts (of every mount namespace), cgroups `dsec-*`, processes, namespaces, loop devices, network interfaces and tables
+of nftables, and files in the run's
 temporary directory, /dev/shm, /run and /var/lib. Of processes and namespaces only those count that belong to the run: a mark in the
 environment, the cgroup of one of its nodes, or a directory of the run on the command line; other work on the machine is not ours. A new cgroup
 parent counts unless a node that is not of the run uses it.
@@ -13,6 +14,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from dsec.linux.netlink import F_DUMP, NETFILTER, Netlink, attrs, message
 
 MARK = "DSEC_TEST_RUN"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -30,6 +33,7 @@ class Snapshot:
     loops: set[str] = field(default_factory=set)
     swaps: set[str] = field(default_factory=set)
     files: set[str] = field(default_factory=set)
+    network: set[str] = field(default_factory=set)
 
 
 class Leaks:
@@ -60,7 +64,12 @@ class Leaks:
         found += [f"loop device: {x}" for x in sorted(now.loops - before.loops)]
         found += [f"swap: {s}" for s in sorted(now.swaps - before.swaps)]
         found += [f"file: {f}" for f in sorted(now.files - before.files)]
+        found += [f"network: {n}" for n in sorted(now.network - before.network) if self._made(n.split()[-1])]
         return found
+
+    def _made(self, name: str) -> bool:
+        """A link or a rule set of a node of the run, or a cable of tests.internet of this process."""
+        return name in self.parents or name == f"dst{os.getpid() % 100000}"
 
     def _ours(self, pid: int) -> bool:
         if pid == os.getpid():
@@ -102,6 +111,8 @@ class Leaks:
             if str(self.home) in name:
                 snapshot.loops.add(f"/dev/{backing.parts[3]} {name}")
         snapshot.swaps.update(line for line in _read("/proc/swaps").decode(errors="replace").splitlines()[1:] if str(self.home) in line)
+        snapshot.network.update(f"interface {name}" for name in os.listdir("/sys/class/net"))
+        snapshot.network.update(f"nftables table {name}" for name in tables())
         for where in ("/dev/shm", "/run", "/var/lib"):
             snapshot.files.update(str(p) for p in Path(where).glob("*dsec*"))
         if self.home.is_dir():
@@ -121,6 +132,16 @@ def _special(home: Path) -> Iterator[Path]:
             if kind in (0o1, 0o2, 0o6, 0o14) or name in ("medium.btrfs", "journal.jsonl", "swap", "zram.json"):
                 yield path
         directories[:] = [d for d in directories if not (Path(top) / d).is_symlink()]
+
+
+def tables() -> list[str]:
+    """Tables of nftables on this host."""
+    try:
+        with Netlink(NETFILTER) as netlink:
+            replies = netlink.send([message(10 << 8 | 1, F_DUMP, bytes(4))])
+    except OSError:  # not root, or not in this kernel
+        return []
+    return [dict(attrs(body, 4)).get(1, b"").rstrip(b"\0").decode(errors="replace") for _, body in replies]
 
 
 def _pids() -> list[int]:

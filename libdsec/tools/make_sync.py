@@ -61,6 +61,7 @@ from libdsec.calls import Calls, FnCallArgs
 from libdsec.client import Infos, Languages, Made, PoolInfos, RawResponse
 from libdsec.command import Input
 from libdsec.copies import SnapshotInfo
+from libdsec.egress import NetworkInfo, SandboxEvent
 from libdsec.files import FileInfos
 from libdsec.fncall import FnResult
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos

@@ -151,6 +151,21 @@ class E2bConfig(_Section, frozen=True):
     timeout: Positive = 300  # seconds that a sandbox lives when its creator does not say
 
 
+class EgressConfig(_Section, frozen=True):
+    """What sandboxes reach by their network rules (docs/egress.md)."""
+
+    dns: str = ""  # name servers, ADDRESS[#PORT] ADDRESS[#PORT] ...; empty: the host's
+
+    @property
+    def servers(self) -> tuple[tuple[str, int], ...]:
+        """`dns`, read. ValueError."""
+        found = []
+        for word in self.dns.split():
+            address, _, port = word.partition("#")
+            found.append((str(ipaddress.ip_address(address)), int(port or 53)))
+        return tuple(found)
+
+
 class Config(_Section, frozen=True):
     """Everything that a node can be told."""
 
@@ -170,6 +185,7 @@ class Config(_Section, frozen=True):
     microvm: MicrovmConfig = msgspec.field(default_factory=MicrovmConfig)
     remote: RemoteConfig = msgspec.field(default_factory=RemoteConfig)
     e2b: E2bConfig = msgspec.field(default_factory=E2bConfig)
+    egress: EgressConfig = msgspec.field(default_factory=EgressConfig)
 
     @property
     def state(self) -> Path:
@@ -377,6 +393,10 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
     face = _host_of(config.e2b.listen) if config.e2b.listen else "localhost"
     if face is None or not is_loopback(face.strip("[]")):
         raise bad("e2b.listen", "must be host:port on loopback: it is plain HTTP; put a proxy with TLS before it")
+    try:
+        _ = config.egress.servers
+    except ValueError as error:
+        raise bad("egress.dns", f"must be addresses of name servers, each with #PORT if it is not 53: {error}") from None
     for pair in filter(None, config.e2b.templates.split(",")):
         if not all(pair.partition("=")[::2]):
             raise bad("e2b.templates", "must be alias=environment,...")

@@ -21,6 +21,7 @@ from typing import Any
 
 from dsec.config import NodeConfig
 from dsec.guard import seccomp
+from dsec.guard.egress import probe as egress
 from dsec.linux import calls, facts, limits, probes, swap
 from dsec.linux.tools import PACKAGES, Tools, criu_trouble, criu_version, mkfs_erofs_features, version
 
@@ -68,6 +69,7 @@ def diagnose(
     if not fatal_only:
         state = Path(state_dir)
         groups += [lambda: _on_demand(state), lambda: _tools(tools), lambda: _criu(tools), lambda: _microvm(tools), lambda: _limits()]
+        groups.append(lambda: _egress())
         groups.append(lambda: _room(state, own_swap))
     with ThreadPoolExecutor(4) as pool:  # the probes are processes: waiting for several at once costs nothing
         found = [check for group in pool.map(lambda make: list(make()), groups) for check in group]
@@ -349,6 +351,13 @@ def _microvm(tools: Tools) -> Iterator[Check]:
         f"{version(qemu)}, kernel in {guest}" if qemu is not None and not lacks else "this node makes no microVMs",
         "; ".join(lacks),
     )
+
+
+def _egress() -> Iterator[Check]:
+    """Links and rules of sandboxes that may reach something (docs/egress.md)."""
+    why = egress.missing()
+    fix = "a kernel with veth, nf_tables (inet, ct, nat, log, limit, reject) and nfnetlink_log; CAP_NET_ADMIN"
+    yield Check("egress rules", why is None, WARNING, why or "a link was made and rules about it", "" if why is None else fix)
 
 
 def _limits() -> Iterator[Check]:

@@ -145,6 +145,7 @@ def edge_config(config: Config) -> EdgeConfig:
         fill_deadline=config.remote.deadline,
         fill_by=config.remote.method,
         fncall=FnConfig.of(config.fncall),
+        dns_servers=config.egress.servers,
         qemu=_tools(config).find("qemu-system-x86_64"),
         guest_kernel=_tools(config).guest(),
         vm_waiting=config.microvm.waiting,

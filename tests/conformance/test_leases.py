@@ -139,7 +139,7 @@ async def test_unknown_fields_backends_and_rules_are_refused(client: DSecClient,
         await client.raw("POST", "/v1/sandboxes", json={"image": python_image, "colour": "red"})
     with pytest.raises((errors.Unsupported, errors.InvalidRequest), match="quantum"):
         await client.raw("POST", "/v1/sandboxes", json={"image": python_image, "backend": "quantum"})
-    with pytest.raises(errors.Unsupported):
-        await make_box(network_rules={"pypi": True})
+    with pytest.raises(errors.InvalidRequest, match="no-such-service"):
+        await make_box(network_rules={"no-such-service": True})
     with pytest.raises(errors.LayerNotFound, match="no-such-image"):
         await make_box(container_image="no-such-image")

@@ -16,7 +16,7 @@ FLOORS = {  # longest prefix wins; the floors of docs/architecture.md
     "dsec.apiserver": 3, "dsec.iam": 3, "dsec.placement": 3, "dsec.watcher": 3,
     "dsec.edge": 2,
     "dsec.images": 1, "dsec.guard": 1,
-    "dsec.linux": 0, "libdsec.wire": 0, "libdsec.nodes": 0, "libdsec.fncall": 0, "libdsec.copies": 0, "libdsec.errors": 0,
+    "dsec.linux": 0, "libdsec.wire": 0, "libdsec.nodes": 0, "libdsec.fncall": 0, "libdsec.copies": 0, "libdsec.egress": 0, "libdsec.errors": 0,
 }  # fmt: skip
 BESIDE = {"dsec.node", "dsec.config", "dsec.logs", "dsec.doctor", "dsec"}  # the composition root and what a process of ours needs
 LOCAL_COMMANDS = {"dsec.cli.machine", "dsec.cli.layers"}  # up, doctor, layer fsck and uninstall work with nothing running

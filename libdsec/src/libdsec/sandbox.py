@@ -15,6 +15,7 @@ from libdsec.api import path, query
 from libdsec.args import cpu_class_of
 from libdsec.command import Command, make_spec, run, start
 from libdsec.copies import RollbackRequest, SnapshotInfo, SnapshotRequest
+from libdsec.egress import EventPage, NetworkInfo, NetworkRequest, SandboxEvent
 from libdsec.errors import InvalidRequest, SandboxEnded, SessionBusy, SessionExists, SessionNotFound, from_body
 from libdsec.files import Files
 from libdsec.result import ExecResult
@@ -301,6 +302,21 @@ class Sandbox:
         if info.deadline is None or info.deadline >= time.time() + seconds:
             return info
         return await self.set_lifetime(max_lifetime=seconds)
+
+    async def network(self) -> NetworkInfo:
+        """Its network rules, and its address if it has one."""
+        return await self._api.call("GET", f"{self._path}/network", NetworkInfo)
+
+    async def set_network(self, rules: Mapping[str, bool] | None) -> NetworkInfo:
+        """Other network rules in the place of those that it has; None: no network but loopback. They hold when this returns: what they do
+        not allow can no longer be reached, and connections there are cut."""
+        return await self._api.call("PUT", f"{self._path}/network", NetworkInfo, body=NetworkRequest(rules=dict(rules or {})), safe=True)
+
+    async def events(self, *, kind: str | None = None, offset: int = 0, limit: int = 1000) -> list[SandboxEvent]:
+        """What it did or tried that is told of, such as refused connections, in the order in which it came first. Ask again with `offset`
+        one above the last one's for what is new."""
+        wanted = query({"offset": offset, "limit": limit, "kind": kind})
+        return (await self._api.call("GET", f"{self._path}/events{wanted}", EventPage)).events
 
     async def pause(self) -> SandboxInfo:
         """Let nothing inside run, and give its memory back.

@@ -29,6 +29,7 @@ from libdsec.calls import Calls, FnCallArgs
 from libdsec.client import Infos, Languages, Made, PoolInfos, RawResponse
 from libdsec.command import Input
 from libdsec.copies import SnapshotInfo
+from libdsec.egress import NetworkInfo, SandboxEvent
 from libdsec.files import FileInfos
 from libdsec.fncall import FnResult
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
@@ -443,6 +444,20 @@ class SyncSandbox(_Wrapper):
     def extend(self, seconds: float) -> SandboxInfo:
         """Let it live for at least `seconds` from now. A later deadline, or none, is kept."""
         return self._portal.run(self._inner.extend(seconds))
+
+    def network(self) -> NetworkInfo:
+        """Its network rules, and its address if it has one."""
+        return self._portal.run(self._inner.network())
+
+    def set_network(self, rules: Mapping[str, bool] | None) -> NetworkInfo:
+        """Other network rules in the place of those that it has; None: no network but loopback. They hold when this returns: what they do
+        not allow can no longer be reached, and connections there are cut."""
+        return self._portal.run(self._inner.set_network(rules))
+
+    def events(self, *, kind: str | None = None, offset: int = 0, limit: int = 1000) -> list[SandboxEvent]:
+        """What it did or tried that is told of, such as refused connections, in the order in which it came first. Ask again with `offset`
+        one above the last one's for what is new."""
+        return self._portal.run(self._inner.events(kind=kind, offset=offset, limit=limit))
 
     def pause(self) -> SandboxInfo:
         """Let nothing inside run, and give its memory back.

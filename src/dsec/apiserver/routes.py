@@ -1,9 +1,10 @@
 """Every route of the API, in one table: what is dispatched and what the OpenAPI page says are the same."""
 from __future__ import annotations
 
-from dsec.apiserver import commands, files, fncalls, layers, pages, sandboxes
+from dsec.apiserver import commands, files, fncalls, layers, network, pages, sandboxes
 from dsec.apiserver.route import Param, Route
 from libdsec.copies import RollbackRequest, SnapshotInfo, SnapshotRequest
+from libdsec.egress import EventPage, NetworkInfo, NetworkRequest
 from libdsec.fncall import BATCH_BODY, FnBatch, FnCall, FnResult, LanguageInfo
 from libdsec.nodes import NodeInfo
 from libdsec.wire import (
@@ -70,6 +71,12 @@ ROUTES: tuple[Route, ...] = (
     Route("DELETE", _S, sandboxes.stop, "Stop a sandbox; no error when it has ended", reply=SandboxInfo),
     Route("PATCH", _S, sandboxes.lease, "Change its lifetimes", body=LeaseRequest, reply=SandboxInfo),
     Route("GET", _S + "/usage", sandboxes.usage, "What it uses now", reply=Usage),
+    Route("GET", _S + "/network", network.get_rules, "Its network rules", reply=NetworkInfo),
+    Route("PUT", _S + "/network", network.set_rules, "Other network rules, at once; connections that they do not allow are cut",
+          body=NetworkRequest, reply=NetworkInfo),
+    Route("GET", _S + "/events", network.events, "What it did or tried that is told of", reply=EventPage,
+          params=(Param("kind", "only of this kind"), Param("offset", "the first", kind="integer"),
+                  Param("limit", "at most so many", kind="integer"))),
     # commands
     Route("POST", _S + "/exec", commands.execute, "Run a command to its end. It runs on when the client goes", body=ExecSpec,
           reply=ExecResult,

@@ -6,7 +6,23 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli import copying, e2b, environments, fncall, images, layers, machine, mcp, node, packing, pools, rollout, sandboxes, snapshots
+from dsec.cli import (
+    copying,
+    e2b,
+    environments,
+    fncall,
+    images,
+    layers,
+    machine,
+    mcp,
+    network,
+    node,
+    packing,
+    pools,
+    rollout,
+    sandboxes,
+    snapshots,
+)
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -44,6 +60,8 @@ app.command("pause")(sandboxes.pause)
 app.command("resume")(sandboxes.resume)
 app.command("hibernate")(sandboxes.hibernate)
 app.command("stop")(sandboxes.stop)
+app.command("network")(network.network)
+app.command("events")(network.events)
 app.command("cp")(copying.cp)
 app.command("pack")(packing.pack)
 app.command("fork")(snapshots.fork)

@@ -17,6 +17,8 @@ T = TypeVar("T")
 PLATFORM, NOT_EXECUTABLE, NOT_FOUND, TIMEOUT = 125, 126, 127, 124  # exit statuses that are no command's own
 
 JSON = typer.Option("--json", help="Machine-readable output.")
+ALLOW = typer.Option("--allow", metavar="RULE", help="Network: a service, host, *.host, or [tcp:|udp:|icmp:]ADDRESS[/BITS][:PORT].")
+DENY = typer.Option("--deny", metavar="RULE", help="Network: an exception to what --allow allows.")
 
 
 def call(work: Callable[[DSecClient], Awaitable[T]]) -> T:
@@ -99,6 +101,11 @@ def status_of(error: DSecError) -> int:
     from libdsec.errors import BinaryNotFound, NotExecutable
 
     return NOT_FOUND if isinstance(error, BinaryNotFound) else NOT_EXECUTABLE if isinstance(error, NotExecutable) else PLATFORM
+
+
+def rules(allow: Sequence[str], deny: Sequence[str]) -> dict[str, bool]:
+    """Network rules of two options."""
+    return {**dict.fromkeys(allow, True), **dict.fromkeys(deny, False)}
 
 
 def fail(message: str, status: int = PLATFORM) -> NoReturn:

@@ -40,6 +40,8 @@ def run(
     user: Annotated[str | None, typer.Option("-u", "--user", help="name, uid, or either with :group.  [default: the image's]")] = None,
     workdir: Annotated[str | None, typer.Option("-w", "--workdir")] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="End the command after so long (exit status 124).")] = None,
+    allow: Annotated[list[str], common.ALLOW] = [],  # noqa: B006
+    deny: Annotated[list[str], common.DENY] = [],  # noqa: B006
 ) -> None:
     """Create a sandbox, run a command in it, stop it. Ends with the command's exit status; 125 is an error of the platform."""
     from libdsec import DSecContainerRunArgs
@@ -48,6 +50,7 @@ def run(
         container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, disk_mb=disk, pids=pids, ttl_running_stop=idle, name=name,
         cpu_class=cpu_class, auto_pause=auto_pause, max_lifetime=max_lifetime, init_user=user, workdir=workdir,
         env=common.pairs(env, "--env"), labels=common.pairs(label, "--label"),
+        network_rules=common.rules(allow, deny),
     )  # fmt: skip
     if not detach and not argv:
         common.fail("invalid_request: no command; give one after `--`, or --detach", 2)

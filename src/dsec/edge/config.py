@@ -107,6 +107,7 @@ class EdgeConfig:
     swap: str = "off"  # auto, file, zram, off
     swap_bytes: int = 0  # 0: as much as the machine has memory, at most a quarter of the free disk
     pressure: str = "off"  # how far to go when the host is short of memory: off, reclaim, pause, evict
+    dns_servers: tuple[tuple[str, int], ...] = ()  # whom the resolver of sandboxes asks; empty: the host's
     reclaim_after: float | None = None  # a sandbox that is idle for so long gives its memory back
     image_bytes: int = _MEMORY.image_mb * MIB  # of the running commands of one sandbox
     images_bytes: int = _MEMORY.images_mb * MIB  # of all together

@@ -22,8 +22,10 @@ from dsec.edge.journal import Journal
 from dsec.edge.lifecycle import Sandbox, Spoiled, Table
 from dsec.edge.memories import Memories
 from dsec.edge.metrics import Metrics
+from dsec.edge.network import Network
 from dsec.edge.supervisor import ConnectionLost, Control, lost
 from dsec.edge.wire import Fields, Frame, WireError
+from dsec.guard.events import Events
 from libdsec.errors import DSecError, Unavailable, WireVersion
 from libdsec.wire import Cause, Health, State
 
@@ -49,6 +51,8 @@ class Core:
         self.admission = Admission(config)
         self.journal = Journal(config.journal)
         self.table = Table(config.prefix)
+        self.events = Events(config.state_of, self.counters.event)
+        self.network: Network | None = None  # where some backend has one
         self.backends: dict[str, Backend] = {}
         self.snapshots: dict[str, Snapshot] = {}
         self.memories: dict[str, Path] = {}  # of passing ones: images of the commands that ran
@@ -328,6 +332,7 @@ class Core:
         sandbox.state, sandbox.move = State.ENDED, None
         sandbox.stirred()
         self.forget_memory(sandbox)
+        self.unlink(sandbox)
         sandbox.cause, sandbox.detail, sandbox.ended_at, sandbox.noticed = cause, detail, at, time.time()
         control, sandbox.control = sandbox.control, None
         if control is not None:
@@ -363,6 +368,7 @@ class Core:
         if sandbox.state is State.ENDED:
             return
         sandbox.state, sandbox.kept, sandbox.ended_at = State.ENDED, False, time.time()
+        self.unlink(sandbox)
         sandbox.cause, sandbox.detail = cause, error.message
         if sandbox.journaled:
             self.remove_records(sandbox)
@@ -381,8 +387,19 @@ class Core:
         if not sandbox.ended.done():
             sandbox.ended.set_result(None)
 
+    async def link(self, sandbox: Sandbox) -> None:
+        """Its supervisor has begun: what its network rules allow is open. Unavailable."""
+        if self.network is not None:
+            await self.network.attach(sandbox)
+
+    def unlink(self, sandbox: Sandbox) -> None:
+        """Its processes have ended."""
+        if self.network is not None:
+            self.network.drop(sandbox)
+
     def remove_records(self, sandbox: Sandbox) -> None:
         """Delete its directory under STATE."""
+        self.events.forget(sandbox.id)
         try:
             records.remove(sandbox.state_dir)
         except OSError as error:

@@ -10,6 +10,7 @@ from dsec.edge.admission import merge_limits, resolve_limits
 from dsec.edge.backends.base import Backend, ImageResolver, ResolvedImage, StartSpec, require
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lifecycle import Sandbox, Spoiled
+from dsec.edge.network import check_rules
 from dsec.edge.pool import is_as
 from dsec.edge.recovery import Recovery
 from dsec.edge.specs import check_key, check_spec
@@ -162,6 +163,7 @@ class Creating(Recovery):
                 raise Unsupported(f"this node has no backend {spec.backend}", capability=f"backend:{spec.backend}", backend=spec.backend)
             raise InvalidRequest(f"backend {spec.backend!r} is none of {', '.join(('container', *_LATER))}", field="backend")
         check_spec(spec)
+        check_rules(backend, spec.network_rules)
         memory_disk = spec.disk == "memory"
         if memory_disk:
             require(backend, "memory_disk", "disk=memory")
@@ -225,6 +227,7 @@ class Creating(Recovery):
         started = await backend.start(start)
         sandbox.pid, sandbox.init_pid = started.pid, started.init_pid
         sandbox.control = await self.connect(sandbox)
+        await self.link(sandbox)
         if start.own_pids and start.volume is not None:
             await self.restore_memory(sandbox, start.volume)
 
@@ -273,8 +276,9 @@ class Creating(Recovery):
         return describe(self.config, sandbox, image.layers, own_pids=spec.snapshot in self.memories)
 
     def _log_create(self, sandbox: Sandbox, pool: str | None = None, handed: bool = False) -> None:
+        version = lines.RULED if any(sandbox.spec.network_rules.values()) else lines.VERSION
         sandbox.create = lines.Create(
-            v=lines.VERSION, id=sandbox.id, spec=sandbox.spec, limits=sandbox.limits, image=sandbox.image, layers=sandbox.layers,
+            v=version, id=sandbox.id, spec=sandbox.spec, limits=sandbox.limits, image=sandbox.image, layers=sandbox.layers,
             user=sandbox.user, workdir=sandbox.workdir, backend=sandbox.backend, slot=sandbox.slot, at=sandbox.created_at,
             deadline=sandbox.deadline, idle=sandbox.idle_timeout, auto_pause=sandbox.auto_pause, key=sandbox.key, warnings=sandbox.warnings,
             cpu_class=sandbox.cpu_class, env=sandbox.env or None, pool=pool, handed=handed,

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
 from importlib import metadata
+from typing import Any
 
 from msgspec import UNSET
 
@@ -25,13 +27,17 @@ from dsec.edge.creating import BATCH, Creating
 from dsec.edge.filesystem import Files
 from dsec.edge.fncall.service import FnCalls
 from dsec.edge.lifecycle import PREFIX_LENGTH, Sandbox, Table, random_text
+from dsec.edge.network import Network, check_rules
 from dsec.edge.packing import Packing
 from dsec.edge.pressure import Pressure
 from dsec.edge.specs import check_labels, check_lifetime
 from dsec.edge.swap import Swap
 from dsec.edge.telling import nanoseconds
+from dsec.guard.egress.client import Egress
+from dsec.guard.events import KINDS
 from dsec.linux.files import write_whole
-from libdsec.errors import DSecError, Unavailable
+from libdsec.egress import EventPage, NetworkInfo, NetworkRequest
+from libdsec.errors import DSecError, InvalidRequest, Unavailable
 from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     Cause,
@@ -76,6 +82,7 @@ class Edge(Creating, Packing, Pressure, Files):
             damaged=lambda: float(sum(bool(s.damage) for s in self.table.live())),
         )
         self.counters.watch_cpu(self.admission.cpu, lambda name: float(sum(s.cpu_class is name for s in self.table.live())))
+        self.network = self.make_network(prefix)
         try:
             self.load_snapshots()
             self.load_pools()
@@ -102,6 +109,18 @@ class Edge(Creating, Packing, Pressure, Files):
         found["container"] = container  # last, for the others stand on it
         return found
 
+    def make_network(self, prefix: str) -> Network | None:
+        """The links of this node's sandboxes, where a backend may have them."""
+        container = self.backends.get("container")
+        if not isinstance(container, Container):
+            return None
+
+        def told(sandbox_id: str, kind: str, details: dict[str, Any]) -> None:
+            if self.table.known(sandbox_id):
+                self.events.add(sandbox_id, kind, **details)
+
+        return Network(Egress(prefix, self.config.dns_servers, container.keeper, told), self.config.uid_base)
+
     async def close(self, stop_sandboxes: bool) -> None:
         """Stop admitting; stop the sandboxes or leave them running for the next edge; let go of everything else."""
         self.closing = True
@@ -118,6 +137,8 @@ class Edge(Creating, Packing, Pressure, Files):
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.network is not None:
+            await self.network.close()
         for backend in self.backends.values():
             await backend.close()
         if not self.table.supervised:
@@ -147,6 +168,36 @@ class Edge(Creating, Packing, Pressure, Files):
     def capabilities(self) -> dict[str, Mapping[str, bool]]:
         """Flags of every kind of sandbox that this node has."""
         return {**{name: backend.capabilities for name, backend in self.backends.items()}, "fncall": self.fncalls.capabilities}
+
+    async def set_network(self, sandbox_id: str, request: NetworkRequest) -> NetworkInfo:
+        """Other network rules, in force when this returns; connections that they do not allow are cut."""
+        sandbox = self.live(sandbox_id)
+        check_rules(self.backends[sandbox.backend], request.rules)
+        await self.settled(sandbox)
+        if sandbox.state is not State.HIBERNATED:
+            await self.reach(sandbox)
+        before, sandbox.rules = sandbox.rules, request.rules
+        try:
+            self.journal.write(sandbox.change())
+            if sandbox.state is not State.HIBERNATED and self.network is not None:
+                await self.network.attach(sandbox)
+        except BaseException:
+            sandbox.rules = before
+            with contextlib.suppress(DSecError):
+                self.journal.write(sandbox.change())
+            raise
+        return self.get_network(sandbox_id)
+
+    def get_network(self, sandbox_id: str) -> NetworkInfo:
+        """The network rules in force."""
+        sandbox = self.table.get(sandbox_id)
+        return NetworkInfo(rules=sandbox.rules, address=None if self.network is None else self.network.address(sandbox))
+
+    def list_events(self, sandbox_id: str, kind: str | None, offset: int, limit: int) -> EventPage:
+        """What a sandbox did or tried. SandboxNotFound, InvalidRequest."""
+        if kind is not None and kind not in KINDS:
+            raise InvalidRequest(f"kind is {kind[:40]!r}, must be one of {', '.join(KINDS)}", field="kind")
+        return self.events.page(self.table.get(sandbox_id).id, kind, offset, limit)
 
     async def release_layer(self, digest: str) -> None:
         """Unmount a layer whose file is about to go."""

@@ -22,6 +22,7 @@ from libdsec.wire import Cause, CpuClass, Limits, MemoryLost, SandboxSpec
 VERSION = 1
 MOVED = 2  # the version of lines about a sandbox without a supervisor
 KEPT = 3  # of those about one whose running commands are on the disk
+RULED = 4  # of those with network rules that allow something
 COMPACT_BYTES = 32 << 20  # a running edge compacts when the file passed this and is mostly history
 
 
@@ -68,12 +69,13 @@ class Ready(Line, tag="ready"):
 
 
 class Change(Line, tag="change"):
-    """New labels or lifetimes; the line carries the whole state of what may change."""
+    """New labels, lifetimes or network rules; the line carries the whole state of what may change."""
 
     labels: dict[str, str]
     deadline: float | None = None
     idle: float | None = None
     auto_pause: float | None = None
+    rules: dict[str, bool] | None = None  # of the network, when they are not those of the creation
 
 
 class Rollback(Line, tag="rollback"):
@@ -154,8 +156,8 @@ def load(path: Path) -> dict[str, Entry]:
             if number == len(lines) and not torn:
                 break  # a block of zeros, or half a line that a later newline closed
             raise JournalError(f"{path}:{number}: not a journal line: {error}") from error
-        if not VERSION <= version <= KEPT:
-            raise JournalError(f"{path}:{number}: journal version {version}, this edge knows versions {VERSION} to {KEPT} only")
+        if not VERSION <= version <= RULED:
+            raise JournalError(f"{path}:{number}: journal version {version}, this edge knows versions {VERSION} to {RULED} only")
         try:
             line = _DECODER.decode(raw)
         except msgspec.MsgspecError as error:

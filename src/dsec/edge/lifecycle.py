@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dsec.edge.journal import RULED, Change, Create, Ended, Entry, Hibernate, Move, Ready
 from dsec.edge.journal import VERSION as JOURNAL_VERSION
-from dsec.edge.journal import Change, Create, Ended, Entry, Hibernate, Move, Ready
 from dsec.edge.supervisor import Control
 from dsec.edge.wire import Record
 from libdsec.errors import (
@@ -94,6 +94,7 @@ class Sandbox:
         "recovering",
         "refused",
         "reserved",
+        "rules",
         "run_dir",
         "slot",
         "socket",
@@ -156,6 +157,7 @@ class Sandbox:
         self.pause_reason: str | None = None
         self.pool: Pool | None = None  # it was made ahead, and is nobody's until its hand-out is done
         self.env: dict[str, str] = {}  # of its image
+        self.rules = spec.network_rules  # of the network, as they are now
         self.turn = 0  # how often it was made again; a supervisor serves one turn
         self.began = 0.0  # when this turn did, if another one was before
         self.crashed = -1  # the last turn whose supervisor died when it should have left in order
@@ -176,6 +178,7 @@ class Sandbox:
     def begin(self, spec: SandboxSpec, key: str | None, warnings: list[str]) -> None:
         """One that waited in a pool becomes this creator's: its life begins now."""
         self.spec, self.key, self.warnings = spec, key, warnings
+        self.rules = spec.network_rules
         self.name, self.labels = spec.name, spec.labels
         self.state, self.created_at = State.CREATING, time.time()
         self.ready = asyncio.get_running_loop().create_future()
@@ -267,9 +270,11 @@ class Sandbox:
         return entry
 
     def change(self) -> Change:
-        """The journal line for labels and lifetimes as they are now."""
+        """The journal line for labels, lifetimes and network rules as they are now."""
+        other = self.rules != self.spec.network_rules
         return Change(
-            v=JOURNAL_VERSION, id=self.id, labels=self.labels, deadline=self.deadline, idle=self.idle_timeout, auto_pause=self.auto_pause,
+            v=RULED if other else JOURNAL_VERSION, id=self.id, labels=self.labels, deadline=self.deadline, idle=self.idle_timeout,
+            auto_pause=self.auto_pause, rules=self.rules if other else None,
         )  # fmt: skip
 
     def answers(self) -> Ready:
@@ -290,6 +295,7 @@ class Sandbox:
             change = entry.change
             sandbox.labels, sandbox.deadline = change.labels, change.deadline
             sandbox.idle_timeout, sandbox.auto_pause = change.idle, change.auto_pause
+            sandbox.rules = sandbox.rules if change.rules is None else change.rules
         if entry.ready is not None:
             sandbox.pid, sandbox.init_pid, sandbox.turn = entry.ready.pid, entry.ready.init, entry.ready.turn
         sandbox.env, sandbox.move = made.env or {}, entry.move

@@ -7,6 +7,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from dsec.edge.cpu import CpuUse
+from dsec.guard.events import KINDS
 from dsec.images.remote.fetch import Counters as RemoteCounters
 from libdsec.wire import Cause, CpuClass, Ending
 
@@ -76,6 +77,12 @@ class Metrics:
         self._remote_cache = Gauge("dsec_remote_cache_bytes", "Disk that data of pulled layers takes", registry=registry)
         self._remote_seen = dict.fromkeys(self._remote, 0)
         self.refused_names: dict[str, Counter] = {}
+        self._events = Counter("dsec_sandbox_events", "What sandboxes did or tried that is told of", ["kind"], registry=registry)
+        self._event_kinds = {kind: self._events.labels(kind) for kind in KINDS}
+
+    def event(self, kind: str) -> None:
+        """A sandbox did or tried something."""
+        self._event_kinds[kind].inc()
 
     def refused(self, code: str) -> None:
         """A create that was refused or failed with this error code."""

@@ -116,7 +116,7 @@ def key_of(spec: SandboxSpec) -> object:
 def shape_of(spec: SandboxSpec) -> SandboxSpec:
     """What has to be equal as it stands; limits, user and workdir have to be equal in effect."""
     at_hand_out = {name: getattr(PLAIN, name) for name in AT_HAND_OUT}
-    rules = {rule: on for rule, on in spec.network_rules.items() if on}
+    rules = spec.network_rules if any(spec.network_rules.values()) else {}
     return msgspec.structs.replace(spec, **at_hand_out, limits=PLAIN.limits, user=None, workdir=None, cpu_class=None, network_rules=rules)
 
 

@@ -58,6 +58,8 @@ class Recovery(Pooling, Turns):
                 self._pin(sandbox)
         for backend in self.backends.values():
             await backend.open(self.survivor())
+        if self.network is not None:
+            await self.network.take_over(live)  # before any of them is linked anew
         lost = [(s, why) for s in awake if (why := reasons[s.id]) is not None]
         made = {s.id for s, _ in lost if s.pool is not None or entries[s.id].ready is not None}
         await asyncio.gather(*(self._lost_while_away(s, why, s.id in made, gate) for s, why in lost))

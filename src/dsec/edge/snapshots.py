@@ -263,6 +263,7 @@ class Snapshots(Core):
             limits=sandbox.limits, cpu_class=request.cpu_class or sandbox.cpu_class, max_lifetime=request.max_lifetime,
             idle_timeout=sandbox.idle_timeout if request.idle_timeout is msgspec.UNSET else request.idle_timeout,
             auto_pause=sandbox.auto_pause or 0,  # never, whatever the default
+            network_rules=sandbox.rules,
         )  # fmt: skip
         return made, spec
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from dsec.edge.commands import env_fields
-from libdsec.errors import InvalidRequest, Unsupported
+from libdsec.errors import InvalidRequest
 from libdsec.wire import SandboxSpec
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -30,13 +30,6 @@ def check_spec(spec: SandboxSpec) -> None:
     for name, value in (("max_lifetime", spec.max_lifetime), ("idle_timeout", spec.idle_timeout), ("auto_pause", spec.auto_pause or None)):
         if value is not None:
             check_lifetime(name, value)
-    allowed = sorted(rule for rule, on in spec.network_rules.items() if on)
-    if allowed:
-        raise Unsupported(
-            f"backend {spec.backend} has no network but loopback, it cannot allow {', '.join(allowed)}",
-            capability="network_rules",
-            backend=spec.backend,
-        )
     if spec.user is not None and not _USER.fullmatch(spec.user):
         raise InvalidRequest(f"user {spec.user!r} is not a user name, number or user:group", field="user")
     if spec.workdir is not None and (not spec.workdir.startswith("/") or "\0" in spec.workdir or len(spec.workdir) > 4095):

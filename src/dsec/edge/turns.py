@@ -281,6 +281,7 @@ class Turns(Snapshots, Pausing):
         await self.backends[sandbox.backend].reap(sandbox.id, sandbox.run_dir, sandbox.state_dir, False, keep=True)
 
     def _lie_down(self, sandbox: Sandbox, turn: int, disk: int, lost: MemoryLost | None = None) -> None:
+        self.unlink(sandbox)
         directory = self.config.hibernated / sandbox.id
         kept = is_complete(directory) and bool(sleeping(directory))
         if kept:
@@ -310,6 +311,7 @@ class Turns(Snapshots, Pausing):
                 started = await backend.start(describe(self.config, sandbox, image.layers, turn, own_pids=own_pids))
                 sandbox.pid, sandbox.init_pid, sandbox.turn = started.pid, started.init_pid, turn
                 sandbox.control = await self.connect(sandbox)
+                await self._relink(sandbox)
                 await self._go_on(sandbox, sandbox.control)
                 break
             except DSecError as error:
@@ -349,6 +351,15 @@ class Turns(Snapshots, Pausing):
                 sandbox.memory_lost = MemoryLost(code=error.code, message=error.message, commands=found)
         cause = "hibernate" if isinstance(sandbox.move, Hibernate) else "rollback"
         await control.call(wire.F_RESTORE, path + wire.text(wire.T_CAUSE, cause))
+
+    async def _relink(self, sandbox: Sandbox) -> None:
+        """The link of the earlier turn went with its processes."""
+        self.unlink(sandbox)
+        try:
+            await self.link(sandbox)
+        except DSecError as error:  # it runs without a network; set_network tries again
+            self.events.add(sandbox.id, "network_lost", detail=error.message)
+            log.error("it has no network: %s", error.message, extra={"sandbox_id": sandbox.id})
 
     def _runs(self, sandbox: Sandbox) -> None:
         self.forget_memory(sandbox)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from dsec.edge.launcher import Launcher
 from dsec.edge.supervisor import ConnectionLost
 from dsec.edge.wire import Fields
 from dsec.guard import seccomp
+from dsec.guard.egress import probe as egress
 from dsec.images.remote.service import is_complete
 from dsec.linux import facts
 from dsec.linux.cgroups import remove_group
@@ -43,7 +45,7 @@ class Container:
 
     name = "container"
     keeps_memory = False
-    capabilities: Mapping[str, bool] = capabilities(
+    _always: Mapping[str, bool] = capabilities(
         "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "cpu_class",
         "pause_memory", "fork", "snapshot", "rollback", "hibernate", "pack_diff", "trusted_supervisor", "limits",
     )  # fmt: skip
@@ -59,9 +61,10 @@ class Container:
         """`survivor`: pid of a supervisor (of a class) that lives now, whose mounts and cookie a launcher joins; `on_restart`: a launcher
         died; `kept`: volumes of the medium that are not sandboxes' own and shall stay."""
         self._kept = kept
+        egress.begin()
         criu = config.criu is not None
         measured = {"core_scheduling": facts.core_scheduling() is None, "fork_memory": criu}
-        self.capabilities = {**Container.capabilities, **measured}
+        self._measured = measured
         self._config = config
         self.cgroup = f"dsec-{prefix}"
         self._survivor = survivor
@@ -70,6 +73,12 @@ class Container:
         self._opening: asyncio.Lock = asyncio.Lock()
         self._mounted: dict[str, asyncio.Future[None]] = {}
         self._closed = False
+
+    @functools.cached_property
+    def capabilities(self) -> Mapping[str, bool]:
+        """What is always there, and what this machine has."""
+        linked = egress.missing() is None
+        return {**self._always, **self._measured, "network_rules": linked, "egress_hosts": linked}
 
     @property
     def mounted(self) -> int:
@@ -155,6 +164,10 @@ class Container:
         for parent in (self._config.run_dir, *cgroup_parents(self.cgroup)):
             found |= _sandboxes(parent) - live
         return sorted(found)
+
+    async def keeper(self) -> int:
+        """A process in the mount namespace that lives as long as any sandbox, or the launcher: the launcher."""
+        return (await self._running()).pid
 
     def cpu_groups(self) -> Mapping[CpuClass, Path]:
         """Parents of the sandboxes of each class in the v2 tree."""

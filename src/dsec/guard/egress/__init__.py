@@ -1,0 +1,1 @@
+"""Egress: what a sandbox may reach, enforced outside it. docs/egress.md."""
