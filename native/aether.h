@@ -11,6 +11,7 @@
 #define MAX_CONNS 512                  // connections at once
 #define MAX_SUBS 8192                  // unanswered requests of one connection; one that has more is closed
 #define MAX_HELPERS 128                // file operations at once
+#define MAX_TUNNELS 256                // open connections to ports inside
 #define MAX_SESSIONS 64
 #define MAX_SESSION_QUEUE 256          // commands that wait for one session
 #define MAX_LEFT 64                    // pipes of ended commands that somebody else still holds
@@ -140,7 +141,7 @@ struct request {                       // decoded fields of one request; text po
   const char **argv, **env;            // NULL terminated
   size_t argc, envc;
   uint64_t flags, rows, cols, timeout_ns, signal, scope, stream, offset, offset_err, length, follow, deadline_ns, idle_ns, auto_pause_ns;
-  uint64_t log_head, log_tail, major, minor, goes_on;
+  uint64_t log_head, log_tail, major, minor, goes_on, port;
   const uint8_t *bytes;
   size_t nbytes;
   uint64_t present;                    // bit of each optional integer, see request.c
@@ -326,6 +327,10 @@ void reclaim_bring(void);                                  // it runs on: what i
 void reclaim_end(void);                                    // the sandbox is dead
 void reclaim_request(struct conn *c, const struct request *r);
 void reclaim_forget(const struct conn *c);
+
+// tunnel.c ---------------------------------------------------------------------------------------------------------------------------
+void tunnel_start(struct conn *c, const struct request *r); // CONNECT; takes the connection
+uint64_t tunnels_tick(void);
 
 // helper.c ---------------------------------------------------------------------------------------------------------------------------
 void helper_start(struct conn *c, uint32_t request, const uint8_t *payload, size_t size);

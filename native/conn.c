@@ -1,4 +1,4 @@
-// Connections: whole frames in, read exactly (a FILE request hands its socket to a helper, so no byte behind the frame may be taken);
+// Connections: whole frames in, read exactly (FILE and CONNECT hand their socket over, so no byte behind the frame may be taken);
 // bytes out, with what the socket does not take kept and bounded.
 #include "aether.h"
 #include <errno.h>

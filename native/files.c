@@ -221,7 +221,7 @@ int job_init(struct job *j, int conn, uint32_t request, const uint8_t *fields, s
 
 static const struct { const char *name; int (*run)(struct job *j); int upload; } OPERATIONS[] = {
   {"read", op_read, 0}, {"write", op_write, 1}, {"stat", op_stat, 0}, {"list", op_list, 0}, {"mkdir", op_mkdir, 0}, {"move", op_move, 0},
-  {"remove", op_remove, 0}, {"chmod", op_chmod, 0}, {"tar", op_tar, 0}, {"untar", op_untar, 1},
+  {"remove", op_remove, 0}, {"chmod", op_chmod, 0}, {"tar", op_tar, 0}, {"untar", op_untar, 1}, {"watch", op_watch, 0},
 };
 
 static void answer(struct job *j, int failed) {

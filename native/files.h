@@ -115,6 +115,7 @@ int op_move(struct job *j);
 int op_remove(struct job *j);
 int op_tar(struct job *j);
 int op_untar(struct job *j);
+int op_watch(struct job *j);
 int unpack(struct job *j, int root, int fresh, int at_slash);    // untar into an open directory (fresh: this request made it)
 
 int job_init(struct job *j, int conn, uint32_t request, const uint8_t *fields, size_t size);

@@ -12,14 +12,15 @@ static int holding;
 
 static int starts_something(uint8_t type) {
   switch (type) {
-    case F_EXEC: case F_SESSION_OPEN: case F_SIGNAL: case F_RESIZE: case F_STDIN: case F_STDIN_CLOSE: case F_FILE: return 1;
+    case F_EXEC: case F_SESSION_OPEN: case F_SIGNAL: case F_RESIZE: case F_STDIN: case F_STDIN_CLOSE: case F_FILE: case F_CONNECT:
+      return 1;
     default: return 0;                 // to end things, or to look at them, is possible at any time
   }
 }
 
 int hold(struct conn *c, uint8_t type, uint32_t request, const uint8_t *payload, size_t size) {
   if (!holding || !starts_something(type)) return 0;
-  if (type == F_FILE || type == F_STDIN || type == F_STDIN_CLOSE) {
+  if (type == F_FILE || type == F_CONNECT || type == F_STDIN || type == F_STDIN_CLOSE) {
     c->held = 1;                       // in the order in which they came: what comes behind is not read
     return 1;
   }

@@ -19,7 +19,7 @@ static const uint16_t none[] = {0}, hello[] = {T_VERSION_MAJOR, T_VERSION_MINOR,
   input[] = {T_COMMAND, T_BYTES, 0}, resize[] = {T_COMMAND, T_ROWS, T_COLS, 0}, sig[] = {T_COMMAND, T_SIGNAL, T_SCOPE, 0},
   session[] = {T_NAME, T_CWD, T_ENV, T_USER, 0}, name[] = {T_NAME, 0}, lease[] = {T_DEADLINE_NS, T_IDLE_NS, T_AUTO_PAUSE_NS, T_HOSTNAME, T_ENV, 0}, stop[] = {T_CAUSE, T_MESSAGE, T_REASON, 0},
   leave[] = {T_CAUSE, T_PATH, T_LENGTH, 0},
-  memory[] = {T_IDLE_NS, T_REASON, 0}, checkpoint[] = {T_NAME, T_PATH, T_LENGTH, 0}, restore[] = {T_PATH, T_CAUSE, T_GOES_ON, 0};
+  memory[] = {T_IDLE_NS, T_REASON, 0}, checkpoint[] = {T_NAME, T_PATH, T_LENGTH, 0}, restore[] = {T_PATH, T_CAUSE, T_GOES_ON, 0}, port[] = {T_PORT, 0};
 
 static const uint16_t *allowed(uint8_t type) {
   switch (type) {
@@ -36,6 +36,7 @@ static const uint16_t *allowed(uint8_t type) {
     case F_LEASE: return lease;
     case F_CHECKPOINT: return checkpoint;
     case F_RESTORE: return restore;
+    case F_CONNECT: return port;
     case F_STOP: return stop;
     case F_LEAVE: return leave;
     case F_SUBSCRIBE: case F_LIST: case F_STAT: case F_SESSION_LIST: case F_RESUME: return none;
@@ -85,6 +86,7 @@ static int take(struct request *r, const struct item *it) {
     case T_OFFSET_ERR: return field_u64(it, &r->offset_err);
     case T_LENGTH: return field_u64(it, &r->length);
     case T_GOES_ON: return field_u64(it, &r->goes_on);
+    case T_PORT: return field_u64(it, &r->port);
     case T_VERSION_MAJOR: return field_u64(it, &r->major);
     case T_VERSION_MINOR: return field_u64(it, &r->minor);
     case T_FOLLOW: return number(it, &r->follow, &r->present, HAS_FOLLOW);
@@ -311,7 +313,7 @@ static void about_command(struct conn *c, uint8_t type, struct request *r) {
 static int needs_it_running(uint8_t type) {
   switch (type) {
     case F_EXEC: case F_STDIN: case F_STDIN_CLOSE: case F_RESIZE: case F_SIGNAL: case F_KILL: case F_SESSION_OPEN: case F_SESSION_CLOSE:
-    case F_RESUME: return 1;
+    case F_RESUME: case F_CONNECT: return 1;
     default: return 0;
   }
 }
@@ -370,6 +372,11 @@ void request_handle(struct conn *c, uint8_t type, uint32_t id, const uint8_t *pa
     case F_RESTORE:
       if (A.s->channel > 0) machine_restore(c, &r);
       else restore_start(c, &r);
+      break;
+    case F_CONNECT:
+      if (c->subs || c->subscribed) conn_error(c, id, "invalid_request", 0, "CONNECT needs a connection of its own");
+      else if (conn_full(c)) c->held = 1;                // a reply is not cut in two
+      else tunnel_start(c, &r);
       break;
     case F_PAUSE: pause_start(c, &r); break;
     case F_RECLAIM: reclaim_request(c, &r); break;

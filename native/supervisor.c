@@ -233,6 +233,7 @@ static void tick(void) {
   uint64_t next = commands_tick();
   next = least(next, sessions_tick());
   next = least(next, helpers_tick());
+  next = least(next, tunnels_tick());
   next = least(next, pause_tick());
   next = least(next, restore_tick());
   next = least(next, snapshots_tick());

@@ -8,7 +8,7 @@
 
 #define WIRE_MAJOR 1
 #ifndef WIRE_MINOR
-#define WIRE_MINOR 5                   // 1: snapshots, 2: LEASE with HOSTNAME and ENV, 3: checkpoints, 4: LEAVE, 5: CHECKPOINT with LENGTH
+#define WIRE_MINOR 6                   // 1: snapshots, 2: LEASE with HOSTNAME and ENV, 3: checkpoints, 4: LEAVE, 5: CHECKPOINT with LENGTH, 6: CONNECT, FILE watch
 #endif
 #define WIRE_MAX (1u << 20)            // payload bytes of one frame
 #define WIRE_DATA (256u << 10)         // most bytes that we put into one DATA frame
@@ -27,7 +27,7 @@ enum frame_type {
   F_SUBSCRIBE = 32, F_EXEC = 33, F_ATTACH = 34, F_LOG_READ = 35, F_STDIN = 36, F_STDIN_CLOSE = 37, F_RESIZE = 38,
   F_SIGNAL = 39, F_KILL = 40, F_WAIT = 41, F_LIST = 42, F_STAT = 43, F_SESSION_OPEN = 44, F_SESSION_CLOSE = 45,
   F_SESSION_LIST = 46, F_FILE = 47, F_LEASE = 48, F_STOP = 49, F_SNAPSHOT = 50, F_PAUSE = 51, F_RESUME = 52,
-  F_RECLAIM = 53, F_LEAVE = 55, F_CHECKPOINT = 58, F_RESTORE = 59,
+  F_RECLAIM = 53, F_LEAVE = 55, F_CHECKPOINT = 58, F_RESTORE = 59, F_CONNECT = 120,
   // fncall worker: CALL and PUT are requests, END a reply
   F_FN_CALL = 110, F_FN_PUT = 111, F_FN_CANCEL = 112, F_FN_END = 113, F_FN_DROP = 114,
   // aether replies
@@ -64,6 +64,7 @@ enum tag {
   T_FN_CALL = 220, T_FN_CODE = 221, T_FN_FILE = 222, T_FN_COLLECT = 223, T_FN_FLAGS = 224, T_FN_CPU_NS = 225, T_FN_OUTPUT = 226,
   T_FN_RESULT = 227, T_FN_FSIZE = 228, T_FN_WORKER = 229,
   T_GOES_ON = 200,                     // RESTORE: it is the same sandbox
+  T_PORT = 240,                        // inside, of CONNECT
   T_RESOURCE = 168,                    // of the launcher's ERROR: what of the host ran out
   // a sandbox in a microVM: the socket and pid of its VMM, what that may hold, how long its guest may take to come up; then between
   // supervisor and guest (mux.h)
@@ -117,5 +118,5 @@ struct record {                        // one finished (or, in LIST, running) co
 } __attribute__((packed));
 _Static_assert(sizeof(struct record) == 176, "record");
 
-// FILE operations (T_OP, text): read write stat list mkdir move remove chmod tar untar
+// FILE operations (T_OP, text): read write stat list mkdir move remove chmod tar untar watch
 #endif

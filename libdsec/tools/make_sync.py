@@ -18,6 +18,8 @@ CLASSES = {  # class: module, attributes that are passed on
     "CommandStream": ("stream", {"id": "str", "pid": "int", "stdout_offset": "int", "stderr_offset": "int", "result": "ExecResult | None"}),
     "Command": ("command", {"id": "str", "sandbox_id": "str"}),
     "Session": ("sandbox", {"name": "str"}),
+    "Link": ("link", {}),
+    "Watch": ("watch", {"path": "str"}),
     "Files": ("files", {"sandbox_id": "str"}),
     "Sandbox": ("sandbox", {"id": "str", "info": "SandboxInfo", "files": "Files"}),
     "Layers": ("images", {}),
@@ -29,6 +31,13 @@ CLASSES = {  # class: module, attributes that are passed on
         {"base_url": "str", "api_key": "str | None", "layers": "Layers", "environments": "Environments", "images": "Images", "snapshots": "Snapshots"},
     ),
 }
+INTERNAL = {  # of no use to callers
+    "Link": {
+        "take", "abort", "connection_made", "data_received", "eof_received", "connection_lost", "pause_writing", "resume_writing",
+    },
+    "Watch": {"begin"},
+}  # fmt: skip
+ITEMS = {"CommandStream": "Event", "Watch": "WatchEvent"}  # what iterating over one gives
 CALLBACKS = ("on_stdout", "on_stderr", "on_progress")
 HEAD = '''# ruff: noqa: E501
 """The synchronous client: the classes of `libdsec` without `async`. Made by tools/make_sync.py; do not edit.
@@ -53,8 +62,10 @@ from libdsec import client as _client
 from libdsec import command as _command
 from libdsec import files as _files
 from libdsec import images as _images
+from libdsec import link as _link
 from libdsec import sandbox as _sandbox
 from libdsec import stream as _stream
+from libdsec import watch as _watch
 from libdsec.api import PATIENCE
 from libdsec.args import DSecContainerRunArgs, DSecMicroVMRunArgs
 from libdsec.calls import Calls, FnCallArgs
@@ -89,6 +100,7 @@ from libdsec.wire import (
     UnpackResult,
     Usage,
     VersionInfo,
+    WatchEvent,
 )
 
 _KEEP = msgspec.UNSET
@@ -157,7 +169,7 @@ def _method(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> list[st
         return _init(node, owner) if owner == "DSecClient" else []
     if node.name in ("__aenter__", "__aexit__", "__aiter__", "__anext__"):
         return _protocol(node.name, owner)
-    if node.name.startswith("_"):
+    if node.name.startswith("_") or node.name in INTERNAL.get(owner, ()):
         return []
     returns = ast.unparse(node.returns) if node.returns is not None else "None"
     name = "close" if node.name == "aclose" else node.name
@@ -202,7 +214,7 @@ def _protocol(name: str, owner: str) -> list[str]:
         head = "    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:"
         return ["", head, f"        self.{end}()"]
     if name == "__aiter__":
-        return ["", "    def __iter__(self) -> Iterator[Event]:", "        return self._portal.iterate(self._inner)"]
+        return ["", f"    def __iter__(self) -> Iterator[{ITEMS[owner]}]:", "        return self._portal.iterate(self._inner)"]
     return []
 
 

@@ -64,6 +64,7 @@ static void setup_once(void) {
   if (!mkdtemp(fuzz_dir)) abort();
   int dir = open(fuzz_dir, O_RDONLY | O_DIRECTORY);
   box.cgroup_fd = dir;
+  box.init = getpid();                                   // who lives: else the first program that cannot start is the end of all
   box.spec.id = "fuzz";
   box.spec.state_dir = fuzz_dir;
   box.spec.log_head = box.spec.log_tail = 100;

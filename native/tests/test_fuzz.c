@@ -12,7 +12,7 @@ static uint32_t rnd(uint32_t n) {      // xorshift: the same seed gives the same
 static size_t plausible_field(uint8_t *p) {
   static const uint16_t tags[] = {T_COMMAND, T_ARG, T_SHELL, T_SESSION, T_ENV, T_CWD, T_USER, T_EXEC_FLAGS, T_ROWS, T_COLS, T_TIMEOUT_NS,
     T_BYTES, T_SIGNAL, T_SCOPE, T_STREAM, T_OFFSET, T_OFFSET_ERR, T_LENGTH, T_FOLLOW, T_NAME, T_DEADLINE_NS, T_IDLE_NS, T_LOG_HEAD, T_VERSION_MAJOR, T_HOSTNAME,
-    T_OP, T_PATH, 0, 999};
+    T_OP, T_PATH, T_PORT, 0, 999};
   static const char *texts[] = {"a", "b", "small", "zz", "", "A=b", "=", "../a", "this-id-is-longer-than-thirty-one-bytes"};
   static const uint64_t numbers[] = {0, 1, 2, 3, 9, 64, 255, 65536, 1ull << 40, UINT64_MAX, 1ull << 63};
   struct field f = {.tag = tags[rnd(sizeof tags / sizeof *tags)]};
@@ -44,6 +44,7 @@ int main(int argc, char **argv) {
       for (uint32_t k = rnd(6); k; k--) n += plausible_field(input + n);
       struct frame h = {.length = (uint32_t)(n - start - 4), .type = (uint8_t)(rnd(8) ? F_SUBSCRIBE + rnd(F_RESTORE - F_SUBSCRIBE + 1) : rnd(256)), .request = rnd(5)};
       if (h.type == F_STOP || h.type == F_LEAVE) h.type = F_STAT;
+      if (!rnd(30)) h.type = F_CONNECT;
       if (!rnd(50)) h.length = rnd(3) ? rnd(100) : UINT32_MAX - rnd(20);
       memcpy(input + start, &h, sizeof h);
     }

@@ -144,7 +144,9 @@ class RemoteConfig(_Section, frozen=True):
 class E2bConfig(_Section, frozen=True):
     """The face that speaks E2B's wire (docs/e2b.md)."""
 
-    listen: str = ""  # host:port on loopback, plain HTTP; empty: `dsec up` does not start it
+    listen: str = ""  # host:port; anything but loopback needs TLS; empty: `dsec up` does not start it
+    tls_cert: str = ""  # PEM files (`dsec cert`); then it is HTTPS
+    tls_key: str = ""
     domain: str = ""  # of the host names <port>-<id>.<domain> by which sandboxes are reached; empty: by headers only
     templates: str = ""  # alias=environment,...; any other template is the environment of that name
     user: str = ""  # of commands and files that name none; empty: the environment's USER
@@ -372,7 +374,7 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
     def bad(key: str, why: str) -> ConfigError:
         return ConfigError(f"{origins[key]}: {key} = {value(config, key)!r}: {why}")
 
-    for key in ("state_dir", "run_dir", "tls_cert", "tls_key", "api_key_file", "tools_dir", "log.dir"):
+    for key in ("state_dir", "run_dir", "tls_cert", "tls_key", "api_key_file", "tools_dir", "log.dir", "e2b.tls_cert", "e2b.tls_key"):
         given = value(config, key)
         if (given or key in ("state_dir", "run_dir")) and not os.path.isabs(given):
             raise bad(key, "must be an absolute path")
@@ -391,8 +393,10 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
     if sum(size for _, size in config.pool.sizes) > config.pool.max:
         raise bad("pool.images", f"is more than pool.max = {config.pool.max}")
     face = _host_of(config.e2b.listen) if config.e2b.listen else "localhost"
-    if face is None or not is_loopback(face.strip("[]")):
-        raise bad("e2b.listen", "must be host:port on loopback: it is plain HTTP; put a proxy with TLS before it")
+    if bool(config.e2b.tls_cert) != bool(config.e2b.tls_key):
+        raise bad("e2b.tls_cert" if config.e2b.tls_cert else "e2b.tls_key", "e2b.tls_cert and e2b.tls_key go together")
+    if face is None or not (config.e2b.tls_cert or is_loopback(face.strip("[]"))):
+        raise bad("e2b.listen", "must be host:port, on loopback unless e2b.tls_cert and e2b.tls_key are set")
     try:
         _ = config.egress.servers
     except ValueError as error:

@@ -39,6 +39,7 @@ import uvloop
 from dsec import logs
 from dsec.apiserver.app import App, Parts
 from dsec.apiserver.server import Server
+from dsec.certs import server_context
 from dsec.config import Config, ConfigError, RemoteConfig, from_argv, is_loopback
 from dsec.doctor import Check, diagnose_async
 from dsec.edge.config import MIB, EdgeConfig, FnConfig, find_aether
@@ -257,13 +258,10 @@ async def _listen_face(where: str) -> socket.socket:
 def _tls(config: Config) -> ssl.SSLContext | None:
     if not config.tls_cert:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise CannotStart(f"cannot use the certificate {config.tls_cert} with the key {config.tls_key}: {error}") from error
-    return context
+        return server_context(config.tls_cert, config.tls_key)
+    except ValueError as error:
+        raise CannotStart(str(error)) from error
 
 
 class _Checks:

@@ -165,7 +165,7 @@ async def test_one_that_says_nothing_is_let_go(served: Api, monkeypatch: pytest.
 def test_the_description_has_every_route() -> None:
     document = describe("0.1.0")
     operations = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert operations == {(route.method, route.path) for route in ROUTES}
+    assert operations == {(route.method, route.path.replace("*}", "}")) for route in ROUTES}
     names = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
     assert len(names) == len(set(names))
 

@@ -22,9 +22,11 @@ from libdsec.command import Command
 from libdsec.errors import DSecError
 from libdsec.files import Files
 from libdsec.fncall import Case, FnKind, FnLimits, FnResult, GpuRequest, JudgeSpec, Tool, Verdict
+from libdsec.link import Link
 from libdsec.result import Event, ExecResult, Exit, Gap, Stderr, Stdout
 from libdsec.sandbox import Sandbox, Session
 from libdsec.stream import CommandStream
+from libdsec.watch import Watch
 from libdsec.wire import Cause, CpuClass, Ending, Health, State
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ __all__ = [
     "GpuRequest",
     "Health",
     "JudgeSpec",
+    "Link",
     "Sandbox",
     "Session",
     "State",
@@ -64,6 +67,7 @@ __all__ = [
     "SyncSession",
     "Tool",
     "Verdict",
+    "Watch",
     "__version__",
     "errors",
 ]

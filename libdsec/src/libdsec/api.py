@@ -18,7 +18,8 @@ import msgspec
 
 from libdsec.errors import ConnectionFailed, DSecError, RequestTimeout, Unavailable, from_body
 from libdsec.http import Body, Response, Transport
-from libdsec.wire import MSGPACK_TYPE, ErrorBody
+from libdsec.link import Link
+from libdsec.wire import MSGPACK_TYPE, TUNNEL, ErrorBody
 
 T = TypeVar("T")
 Params = Mapping[str, str | int | float | bool | Sequence[str] | None]
@@ -142,6 +143,20 @@ class Api:
                 if once and error.details.get("sent") is not False:
                     raise
                 await self.again(error, method == "GET" if safe is None else safe, attempt, began)
+                attempt += 1
+
+    async def link(self, target: str) -> Link:
+        """A connection that becomes a stream of bytes. Nothing is passed on before it is there, so it is tried again like a read."""
+        attempt, began = 0, time.monotonic()
+        while True:
+            try:
+                found = await self.transport.upgrade(target, TUNNEL, timeout=READ_TIMEOUT)
+                self._reached = True
+                if isinstance(found, Link):
+                    return found
+                raise failure(found.status, found.headers, await found.read())
+            except (ConnectionFailed, Unavailable) as error:
+                await self.again(error, True, attempt, began)
                 attempt += 1
 
     async def again(self, error: DSecError, safe: bool, attempt: int, began: float) -> None:

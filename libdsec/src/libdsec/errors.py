@@ -54,6 +54,7 @@ CheckpointFailed = _error(
 )
 CommandExists = _error("CommandExists", "command_exists", 409, "A command of this id exists with another definition.")
 CommandEnded = _error("CommandEnded", "command_ended", 409, "The command has ended.")
+PortClosed = _error("PortClosed", "port_closed", 502, "Nothing in the sandbox listens on this port.")
 StdinClosed = _error("StdinClosed", "stdin_closed", 409, "The command's stdin is not open.")
 SessionNotFound = _error("SessionNotFound", "session_not_found", 404, "No session of this name.")
 SessionExists = _error("SessionExists", "session_exists", 409, "A session of this name is open.")

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from libdsec import tars
-from libdsec.api import Params, decode, path, query
+from libdsec.api import READ_TIMEOUT, Params, decode, path, query
 from libdsec.errors import ConnectionFailed, FileNotFound, NotADirectory, StreamLost
 from libdsec.http import Body, Response
 from libdsec.sources import Source, as_stream, pieces
+from libdsec.stream import SILENCE
+from libdsec.watch import Watch
 from libdsec.wire import MSGPACK_TYPE, FileInfo, MkdirRequest, MoveRequest, UnpackResult
 
 if TYPE_CHECKING:
@@ -118,6 +120,17 @@ class Files:
         except FileNotFound:
             if not missing_ok:
                 raise
+
+    async def watch(self, path: str, *, recursive: bool = False, user: str | None = None) -> Watch:
+        """Watch a directory, and with `recursive` those below it. What happens after this call returned is not missed."""
+        target = f"{self._path}/files/watch" + query({"path": path, "recursive": recursive, "user": user})
+        watch = Watch(await self._api.open("GET", target, timeout=READ_TIMEOUT, idle_timeout=SILENCE), path)
+        try:
+            await watch.begin()
+        except BaseException:
+            await watch.aclose()
+            raise
+        return watch
 
     async def upload_tar(self, source: Source, path: str, *, user: str | None = None) -> UnpackResult:
         """Unpack a tar archive below the directory `path`, which is made if it is not there. After an error what came before it stays."""

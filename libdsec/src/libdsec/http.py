@@ -20,8 +20,10 @@ from collections import deque
 from collections.abc import AsyncIterable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from libdsec.errors import ConnectionFailed, InvalidRequest
+from libdsec.link import Link
 
 if TYPE_CHECKING:
     import ssl
@@ -140,6 +142,11 @@ class _Connection(asyncio.Protocol):
                 raise _bad(f"not a header: {line[:80]!r}")
             headers[name.lower()] = value.strip()
         rest_of_data = data[end + 4 :]
+        if status == 101:  # what follows is not HTTP
+            self._state, self.status, self.headers = "upgraded", status, headers
+            self.transport.pause_reading()
+            self._line = rest_of_data
+            return b""
         if 100 <= status < 200:  # an interim reply
             return self._head(rest_of_data) if rest_of_data else b""
         connection = headers.get("connection", "").lower()
@@ -222,6 +229,10 @@ class _Connection(asyncio.Protocol):
     def _finish(self) -> None:
         self._state = "done"
         self.complete = True
+
+    def received(self) -> bytes:
+        """What came behind the head of a reply that is 101."""
+        return self._line
 
     # for the request ------------------------------------------------------------------------------------------------------------
     def fail(self, error: ConnectionFailed) -> None:
@@ -339,6 +350,12 @@ class Response:
         if connection is not None:
             self._transport.give_back(connection)
 
+    def link(self) -> Link:
+        """The connection of a reply that is 101."""
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        return self._transport.give_up(connection)
+
     def _release(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -366,10 +383,17 @@ class Transport:
             self._head += b"authorization: Bearer " + _header(api_key, "api_key") + b"\r\n"
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
+        self._links: WeakSet[Link] = WeakSet()  # connections that are no longer HTTP
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: asyncio.Semaphore
         self._sweeper: asyncio.TimerHandle | None = None
         self.closed = False
+
+    def base(self) -> str:
+        """The address of the server, to which paths are added."""
+        if self.unix is not None:
+            raise InvalidRequest("a server behind a unix socket has no URL that others can use", field="base_url")
+        return self.where.rstrip("/")
 
     async def request(
         self,
@@ -415,6 +439,11 @@ class Transport:
             if sender is not None and not sender.done():
                 sender.cancel()  # the reply came first: the server does not want the rest
                 connection.keep = False
+
+    async def upgrade(self, target: str, protocol: str, timeout: float | None = None) -> Link | Response:
+        """A connection that speaks `protocol` from now on, or the reply of a server that refuses."""
+        response = await self.request("GET", target, headers={"connection": "upgrade", "upgrade": protocol}, timeout=timeout)
+        return response if response.status != 101 else response.link()
 
     async def _while_sending(self, connection: _Connection, sender: asyncio.Task[None]) -> None:
         """Until the body is sent or the reply begins. The source may take its time."""
@@ -472,6 +501,14 @@ class Transport:
                 raise InvalidRequest(f"cannot read the CA file {self._ca_file!r}: {error}", field="ca_file") from error
         return self._ssl
 
+    def give_up(self, connection: _Connection) -> Link:
+        """It is no longer one of HTTP."""
+        self._busy.discard(connection)
+        link = Link()
+        self._links.add(link)
+        link.take(connection.transport, connection.received())
+        return link
+
     def give_back(self, connection: _Connection) -> None:
         """A request is over with its connection."""
         self._busy.discard(connection)
@@ -504,6 +541,8 @@ class Transport:
             self._sweeper = None
         for connection in [*self._idle, *self._busy]:
             connection.fail(ConnectionFailed("the client was closed", sent=True))
+        for link in list(self._links):
+            link.abort()
         self._idle.clear()
         self._busy.clear()
         await asyncio.sleep(0)  # lets the loop close the sockets

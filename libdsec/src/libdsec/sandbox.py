@@ -18,6 +18,7 @@ from libdsec.copies import RollbackRequest, SnapshotInfo, SnapshotRequest
 from libdsec.egress import EventPage, NetworkInfo, NetworkRequest, SandboxEvent
 from libdsec.errors import InvalidRequest, SandboxEnded, SessionBusy, SessionExists, SessionNotFound, from_body
 from libdsec.files import Files
+from libdsec.link import Link
 from libdsec.result import ExecResult
 from libdsec.stream import Callback, CommandStream
 from libdsec.wire import (
@@ -252,6 +253,16 @@ class Sandbox:
     async def commands(self) -> list[CommandInfo]:
         """Its commands, running and ended."""
         return _commands((await self._api.exchange("GET", f"{self._path}/commands"))[1])
+
+    # ports ----------------------------------------------------------------------------------------------------------------------
+    async def connect_port(self, port: int) -> Link:
+        """A connection to a TCP port on the sandbox's loopback, which is woken for it. PortClosed: nothing listens."""
+        return await self._api.link(path("sandboxes", self.id, "ports", str(port)))
+
+    def port_url(self, port: int) -> str:
+        """Where HTTP reaches a port of the sandbox, for any client that presents the API key as the node's clients do. It ends with a
+        slash."""
+        return self._api.transport.base() + path("sandboxes", self.id, "ports", str(port)) + "/"
 
     # sessions -------------------------------------------------------------------------------------------------------------------
     async def session(

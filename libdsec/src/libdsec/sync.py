@@ -21,8 +21,10 @@ from libdsec import client as _client
 from libdsec import command as _command
 from libdsec import files as _files
 from libdsec import images as _images
+from libdsec import link as _link
 from libdsec import sandbox as _sandbox
 from libdsec import stream as _stream
+from libdsec import watch as _watch
 from libdsec.api import PATIENCE
 from libdsec.args import DSecContainerRunArgs, DSecMicroVMRunArgs
 from libdsec.calls import Calls, FnCallArgs
@@ -57,6 +59,7 @@ from libdsec.wire import (
     UnpackResult,
     Usage,
     VersionInfo,
+    WatchEvent,
 )
 
 _KEEP = msgspec.UNSET
@@ -228,6 +231,63 @@ class SyncSession(_Wrapper):
         self._portal.run(self._inner.close())
 
 
+class SyncLink(_Wrapper):
+    """A byte stream to a port. `read` and `write` wait for the other side and never hold more than about a megabyte; an async context
+    manager closes it. ConnectionFailed: it broke, which the end of the other side is not."""
+
+    _inner: _link.Link
+
+    def __enter__(self) -> SyncLink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def read(self) -> bytes:
+        """Some bytes; b"" when the other side has ended."""
+        return self._portal.run(self._inner.read())
+
+    def write(self, data: bytes) -> None:
+        """Send, waiting while the other side does not read."""
+        self._portal.run(self._inner.write(data))
+
+    def write_eof(self) -> None:
+        """Say that nothing more comes; reading goes on. A connection with TLS cannot: it is closed."""
+        self._portal.run(self._inner.write_eof())
+
+    def close(self) -> None:
+        """Close it; what was written still goes out."""
+        self._portal.run(self._inner.aclose())
+
+
+class SyncWatch(_Wrapper):
+    """The events of one directory: an async iterator, and an async context manager that ends it.
+
+    It ends by itself when the directory is removed or moved away (its last event, with the path ""). StreamLost: the connection broke, and
+    with it the watch; what happened since is not known.
+    """
+
+    _inner: _watch.Watch
+
+    @property
+    def path(self) -> str:
+        """As in `Watch`."""
+        return self._inner.path
+
+    def __iter__(self) -> Iterator[WatchEvent]:
+        return self._portal.iterate(self._inner)
+
+    def __enter__(self) -> SyncWatch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the watch."""
+        self._portal.run(self._inner.aclose())
+
+
 class SyncFiles(_Wrapper):
     """The file system of one sandbox."""
 
@@ -290,6 +350,11 @@ class SyncFiles(_Wrapper):
     def remove(self, path: str, *, recursive: bool = False, missing_ok: bool = False, user: str | None = None) -> None:
         """Remove a file or an empty directory; `recursive`: with everything below it."""
         self._portal.run(self._inner.remove(path, recursive=recursive, missing_ok=missing_ok, user=user))
+
+    def watch(self, path: str, *, recursive: bool = False, user: str | None = None) -> SyncWatch:
+        """Watch a directory, and with `recursive` those below it. What happens after this call returned is not missed."""
+        made: SyncWatch = _wrap(self._portal, self._portal.run(self._inner.watch(path, recursive=recursive, user=user)))
+        return made
 
     def upload_tar(self, source: Source, path: str, *, user: str | None = None) -> UnpackResult:
         """Unpack a tar archive below the directory `path`, which is made if it is not there. After an error what came before it stays."""
@@ -410,6 +475,17 @@ class SyncSandbox(_Wrapper):
     def commands(self) -> list[CommandInfo]:
         """Its commands, running and ended."""
         return self._portal.run(self._inner.commands())
+
+    def connect_port(self, port: int) -> SyncLink:
+        """A connection to a TCP port on the sandbox's loopback, which is woken for it. PortClosed: nothing listens."""
+        made: SyncLink = _wrap(self._portal, self._portal.run(self._inner.connect_port(port)))
+        return made
+
+    def port_url(self, port: int) -> str:
+        """Where HTTP reaches a port of the sandbox, for any client that presents the API key as the node's clients do. It ends with a
+        slash."""
+        made: str = _wrap(self._portal, self._inner.port_url(port))
+        return made
 
     def session(
         self, name: str | None = None, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | None = None,
@@ -886,12 +962,14 @@ class SyncDSecClient(_Wrapper):
         return self._portal.run(self._inner.raw_response(method, path, json=json, content=content, headers=headers, params=params))
 
 
-_KINDS: dict[type, Any] = {_stream.CommandStream: SyncCommandStream, _command.Command: SyncCommand, _sandbox.Session: SyncSession, _files.Files: SyncFiles, _sandbox.Sandbox: SyncSandbox, _images.Layers: SyncLayers, _images.Environments: SyncEnvironments, _images.Images: SyncImages, _images.Snapshots: SyncSnapshots, _client.DSecClient: SyncDSecClient}
+_KINDS: dict[type, Any] = {_stream.CommandStream: SyncCommandStream, _command.Command: SyncCommand, _sandbox.Session: SyncSession, _link.Link: SyncLink, _watch.Watch: SyncWatch, _files.Files: SyncFiles, _sandbox.Sandbox: SyncSandbox, _images.Layers: SyncLayers, _images.Environments: SyncEnvironments, _images.Images: SyncImages, _images.Snapshots: SyncSnapshots, _client.DSecClient: SyncDSecClient}
 
 
 CommandStream = SyncCommandStream
 Command = SyncCommand
 Session = SyncSession
+Link = SyncLink
+Watch = SyncWatch
 Files = SyncFiles
 Sandbox = SyncSandbox
 Layers = SyncLayers

@@ -14,6 +14,7 @@ API_VERSION = "v1"
 STREAM_TYPE = "application/x-dsec-stream"
 MSGPACK_TYPE = "application/msgpack"
 JSON_TYPE = "application/json"
+TUNNEL = "dsec-tcp"  # the protocol of an upgrade to the bytes of a port
 DEFAULT_URL = "http://127.0.0.1:7432"
 
 # Frames of STREAM_TYPE: u8 kind, u32 length (LE), bytes.
@@ -565,6 +566,16 @@ class VersionInfo(Reply):
 
     version: str
     api: str
+
+
+class WatchEvent(Reply):
+    """One line of a watch. `event`: start (it is watched from here on), create, write, chmod, remove, rename (away; at its new place it is
+    created), overflow (some were lost), end. `path`: below the directory; "" is the directory itself."""
+
+    event: str = ""
+    path: str = ""
+    directory: bool = False
+    error: ErrorBody | None = None
 
 
 class StreamEvent(Reply):

@@ -95,7 +95,8 @@ class App:
         sandbox = request.path.get("id")
         if sandbox is not None:
             log_sandbox.set(sandbox)
-        request.read_params(route.allowed)
+        if not route.raw:
+            request.read_params(route.allowed)
         if route.decodes:
             request.body = await request.decode(route.body, route.limit)
         await route.handler(self.parts, request)

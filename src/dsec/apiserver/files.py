@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsec.apiserver.app import Parts
 from dsec.apiserver.request import Request
-from dsec.apiserver.streams import send_bytes
+from dsec.apiserver.streams import send_bytes, send_progress
 from libdsec.errors import InvalidRequest
 from libdsec.wire import MkdirRequest, MoveRequest, UnpackResult
 
@@ -37,6 +37,11 @@ async def remove(parts: Parts, request: Request) -> None:
 
 async def stat(parts: Parts, request: Request) -> None:
     await request.reply(await parts.edge.stat(request.path["id"], request.need("path"), request.text("user"), request.flag("follow")))
+
+
+async def watch(parts: Parts, request: Request) -> None:
+    path, recursive = request.need("path"), request.flag("recursive")
+    await send_progress(request, parts.edge.watch(request.path["id"], path, request.text("user"), recursive))
 
 
 async def list_directory(parts: Parts, request: Request) -> None:

@@ -43,7 +43,7 @@ def describe(version: str) -> dict[str, Any]:
     schema = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema)
+        paths.setdefault(route.path.replace("*}", "}"), {})[route.method.lower()] = _operation(route, schema)
     codes = ", ".join(f"`{code}` ({cls.status})" for code, cls in CODES.items() if cls.status)
     return {
         "openapi": "3.1.0",
@@ -64,11 +64,12 @@ def describe(version: str) -> dict[str, Any]:
 
 
 def _operation(route: Route, schema: dict[Any, Any]) -> dict[str, Any]:
-    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+    names = [part[1:-1].rstrip("*") for part in route.path.split("/") if part.startswith("{")]
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     parameters += [_parameter(param, "query") for param in route.params] + [_parameter(param, "header") for param in route.headers]
     module = route.handler.__module__.rpartition(".")[2]
-    operation: dict[str, Any] = {"operationId": f"{module}_{route.handler.__name__}", "tags": [_tag(route.path)], "summary": route.summary}
+    name = f"{module}_{route.handler.__name__}" + (f"_{route.method.lower()}" if route.path.endswith("*}") else "")
+    operation: dict[str, Any] = {"operationId": name, "tags": [_tag(route.path)], "summary": route.summary}
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
@@ -80,10 +81,24 @@ def _operation(route: Route, schema: dict[Any, Any]) -> dict[str, Any]:
     operation["responses"] = {"201" if created else "200" if route.reply is not None else "204": done}
     for status, text in route.also.items():
         operation["responses"][str(status)] = {"description": text}
-    operation["responses"]["default"] = {"description": "an error", "content": _content(ErrorBody, schema)}
+    errors = _content(ErrorBody, schema)
+    for status, codes in _ERRORS.items():
+        operation["responses"].setdefault(str(status), {"description": ", ".join(codes), "content": errors})
     if route.open:
         operation["security"] = []
     return operation
+
+
+def _errors() -> dict[int, list[str]]:
+    """Codes by status: what a route may answer with besides. A 500 is always a fault of ours."""
+    found: dict[int, list[str]] = {}
+    for code, cls in CODES.items():
+        if cls.status not in (0, 500):
+            found.setdefault(cls.status, []).append(f"`{code}`")
+    return dict(sorted(found.items()))
+
+
+_ERRORS = _errors()
 
 
 def _parameter(param: Param, where: str) -> dict[str, Any]:
@@ -94,6 +109,8 @@ def _parameter(param: Param, where: str) -> dict[str, Any]:
 
 
 def _content(kind: Any, schema: dict[Any, Any]) -> dict[str, Any]:
+    if kind == JSON_TYPE:
+        return {kind: {"schema": {"type": "object"}}}
     if isinstance(kind, str):
         return {kind: {"schema": {"type": "string", "format": "binary"}} if kind.startswith("application/") else {}}
     return {JSON_TYPE: {"schema": schema[kind]}, MSGPACK_TYPE: {"schema": schema[kind]}}
@@ -105,6 +122,8 @@ def _tag(path: str) -> str:
         return "sessions"
     if "commands" in parts or "exec" in parts:
         return "commands"
+    if "ports" in parts:
+        return "ports"
     if "files" in parts or "archive" in parts:
         return "files"
     if len(parts) > 2 and parts[1] == "v1":

@@ -10,7 +10,10 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
 
+from dsec.forward import forward
+from dsec.serving import TAKE
 from libdsec.errors import BodyTooLarge, InvalidRequest
+from libdsec.link import Link
 from libdsec.wire import JSON_TYPE, MSGPACK_TYPE
 
 Scope = MutableMapping[str, Any]
@@ -42,20 +45,20 @@ class Request:
         "_headers",
         "_params",
         "_receive",
-        "_scope",
         "_timer",
         "_watcher",
         "body",
         "body_read",
         "id",
         "path",
+        "scope",
         "send",
         "started",
         "task",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], request_id: str) -> None:
-        self._scope = scope
+        self.scope = scope
         self._receive = receive
         self._headers = headers
         self._params: dict[str, list[str]] | None = None
@@ -73,7 +76,7 @@ class Request:
     @property
     def line(self) -> str:
         """Method and path, for the log."""
-        return f"{self._scope['method']} {self._scope['path'][:200]}"
+        return f"{self.scope['method']} {self.scope['path'][:200]}"
 
     # parameters -----------------------------------------------------------------------------------------------------------------
     def header(self, name: bytes) -> str | None:
@@ -83,7 +86,7 @@ class Request:
 
     def read_params(self, allowed: frozenset[str]) -> None:
         """Decode the query; InvalidRequest names a parameter that the route does not know."""
-        text: bytes = self._scope["query_string"]
+        text: bytes = self.scope["query_string"]
         found: dict[str, list[str]] = {}
         if text:
             try:
@@ -221,7 +224,7 @@ class Request:
             (b"x-request-id", self.id.encode("ascii")),
             *headers,
         ]
-        whole = self._scope.get(WHOLE)
+        whole = self.scope.get(WHOLE)
         if whole is not None and len(data) <= _WHOLE_MAX and whole(status, b"".join([b"%b: %b\r\n" % pair for pair in head]), data):
             return
         await self.send({"type": "http.response.start", "status": status, "headers": head})
@@ -246,6 +249,23 @@ class Request:
     async def end(self) -> None:
         """The body is whole."""
         await self.send({"type": "http.response.body", "body": b""})
+
+    # another protocol -----------------------------------------------------------------------------------------------------------
+    def take(self, head: bytes) -> Link:
+        """Answer with this head, and have the connection for oneself. Only of a request that asks for an upgrade."""
+        self.started = True
+        link: Link = self.scope[TAKE](head)
+        return link
+
+    async def forward(self, link: Link, target: bytes, drop: tuple[bytes, ...], add: list[tuple[bytes, bytes]]) -> None:
+        """Let a program behind a link answer. BadReply, before anything was sent."""
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            self.started = True
+            await self.send(message)
+
+        scope = {**self.scope, TAKE: self.take} if TAKE in self.scope else self.scope
+        await forward(scope, self._receive, send, link, target=target, drop=drop, add=add)
 
     # the client's presence ------------------------------------------------------------------------------------------------------
     @property

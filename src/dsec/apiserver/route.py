@@ -34,7 +34,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method on one path. `{name}` in the path is one part of it.
+    """One method on one path. `{name}` in the path is one part of it, `{name*}` all that is left.
 
     `body`: the model of the request, or the media type of a body that is streamed. `reply`: the model, or the media type, or None for 204.
     """
@@ -50,6 +50,7 @@ class Route:
     also: dict[int, str] = field(default_factory=dict)  # other replies that are no errors
     open: bool = False  # without an API key
     limit: int = BODY_MAX  # bytes of a body that is a model
+    raw: bool = False  # query and body are not ours to understand
     allowed: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
@@ -62,11 +63,12 @@ class Route:
 
 
 class _Node:
-    __slots__ = ("children", "methods", "name", "parameter")
+    __slots__ = ("children", "methods", "name", "parameter", "rest")
 
     def __init__(self) -> None:
         self.children: dict[str, _Node] = {}
         self.parameter: _Node | None = None
+        self.rest: _Node | None = None
         self.name = ""
         self.methods: dict[str, Route] = {}
 
@@ -79,7 +81,10 @@ class Router:
         for route in routes:
             node = self._root
             for part in route.path.split("/")[1:]:
-                if part.startswith("{"):
+                if part.endswith("*}"):
+                    node.rest = node.rest or _Node()
+                    node = node.rest
+                elif part.startswith("{"):
                     if node.parameter is None:
                         node.parameter = _Node()
                         node.parameter.name = part[1:-1]
@@ -95,6 +100,9 @@ class Router:
         node = self._root
         found: dict[str, str] = {}
         for part in parts[1:]:
+            if node.rest is not None:
+                node = node.rest
+                break
             child = node.children.get(part)
             if child is None:
                 child = node.parameter

@@ -1,7 +1,7 @@
 """Every route of the API, in one table: what is dispatched and what the OpenAPI page says are the same."""
 from __future__ import annotations
 
-from dsec.apiserver import commands, files, fncalls, layers, network, pages, sandboxes
+from dsec.apiserver import commands, files, fncalls, layers, network, pages, ports, sandboxes
 from dsec.apiserver.route import Param, Route
 from libdsec.copies import RollbackRequest, SnapshotInfo, SnapshotRequest
 from libdsec.egress import EventPage, NetworkInfo, NetworkRequest
@@ -9,6 +9,7 @@ from libdsec.fncall import BATCH_BODY, FnBatch, FnCall, FnResult, LanguageInfo
 from libdsec.nodes import NodeInfo
 from libdsec.wire import (
     STREAM_TYPE,
+    TUNNEL,
     BatchItem,
     BatchRequest,
     CommandInfo,
@@ -51,11 +52,14 @@ LINES = "application/x-ndjson"
 
 _S = "/v1/sandboxes/{id}"
 _C = _S + "/commands/{command}"
+_P = _S + "/ports/{port}"
 _PATH = Param("path", "an absolute path in the sandbox", required=True)
 _USER = Param("user", "the sandbox user whose rights apply; the sandbox's own when not given")
 _LABEL = Param("label", "`key=value`; all that are given must match", many=True)
 _MEMORY = Param("memory", "1: its running commands go on later, or it is an error; 0: they end; else: if they can", kind="boolean")
 _KEY = Param("Idempotency-Key", "the same key and request give the same sandbox again")
+_SWITCHED = {101: "The connection is that of the port from here on."}
+_ANY = {502: "Nothing listens, or what does is not HTTP; every other status is the program's."}
 _RUNNING = {202: "It still runs: an ExecResult with the ending `running` and no output. Ask again with the wait route."}
 
 ROUTES: tuple[Route, ...] = (
@@ -118,6 +122,9 @@ ROUTES: tuple[Route, ...] = (
           params=(_PATH, _USER, Param("recursive", "1: with everything below it", kind="boolean"))),
     Route("GET", _S + "/files/stat", files.stat, "What a path is", reply=FileInfo,
           params=(_PATH, _USER, Param("follow", "1: follow a symbolic link", kind="boolean"))),
+    Route("GET", _S + "/files/watch", files.watch, "What happens in a directory, one WatchEvent in JSON a line: `start`, the events, `end` "
+          "when the directory has gone; a line with `error` is the last one, a body that ends otherwise broke off", reply=LINES,
+          params=(_PATH, _USER, Param("recursive", "1: the directories below it too", kind="boolean"))),
     Route("GET", _S + "/files/list", files.list_directory, "Entries of a directory", reply=list[FileInfo],
           params=(_PATH, _USER, Param("depth", "levels, 1 when not given", kind="integer"))),
     Route("POST", _S + "/files/mkdir", files.mkdir, "Make a directory", body=MkdirRequest),
@@ -200,6 +207,11 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/environments:pull", layers.pull_environment, "Bring an environment and its layers from the node's store; the reply "
           "is progress, the last line has an environment as its `result`", body=EnvironmentPull, reply=LINES),
     Route("DELETE", "/v1/environments/{name}", layers.remove_environment, "Forget a name"),
+    # ports
+    Route("GET", _P, ports.tunnel, f"The bytes of a TCP port in the sandbox: an upgrade to `{TUNNEL}`", also=_SWITCHED, raw=True),
+    *(Route(method, _P + "/{path*}", ports.proxy, "HTTP of a program in the sandbox, upgrades too, but for the Authorization header",
+            body="*/*" if method in ("POST", "PUT", "PATCH") else None, reply="*/*", also=_ANY, raw=True)
+      for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")),
     # the node
     Route("GET", "/v1/node", sandboxes.node, "What this node is and can do", reply=NodeInfo),
     Route("GET", "/v1/version", sandboxes.version, "What answers here", reply=VersionInfo),

@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from dsec.apiserver.app import App
 from dsec.apiserver.request import WHOLE
+from dsec.serving import UpgradingProtocol
 from libdsec.wire import ErrorBody
 
 KEEP_ALIVE = 75  # seconds that an idle connection is kept; clients let go earlier
@@ -26,7 +27,7 @@ BACKLOG = 4096
 _WRITE_HIGH = 512 << 10  # bytes waiting for a slow client before its stream waits
 
 
-class _Protocol(HttpToolsProtocol):
+class _Protocol(UpgradingProtocol):
     """uvicorn's, with a bound on a request's head in bytes and in time, and errors in our form."""
 
     _head = 0

@@ -16,7 +16,7 @@ from dsec.edge.filesystem import FileStream
 from dsec.edge.streams import Item, Output
 from libdsec.errors import DSecError, Unavailable
 from libdsec.fncall import FRAME_RESULT, FnResult
-from libdsec.wire import FRAME_EVENT, FRAME_HEADER, FRAME_KEEPALIVE, STREAM_KEEPALIVE, STREAM_TYPE, Progress, StreamEvent
+from libdsec.wire import FRAME_EVENT, FRAME_HEADER, FRAME_KEEPALIVE, STREAM_KEEPALIVE, STREAM_TYPE, Progress, StreamEvent, WatchEvent
 
 _STREAM = STREAM_TYPE.encode()
 _LINES = b"application/x-ndjson"
@@ -122,7 +122,7 @@ async def send_bytes(request: Request, file: FileStream, content_type: bytes, he
     await request.end()
 
 
-async def send_progress(request: Request, lines: AsyncIterator[Progress], uploading: bool = False) -> None:
+async def send_progress(request: Request, lines: AsyncIterator[Progress] | AsyncIterator[WatchEvent], uploading: bool = False) -> None:
     """A long operation: one JSON object a line, an empty line in silences; the last has `result` or `error`.
 
     `uploading`: the operation reads the request's body. Until that is read there is no reply: most clients take an early one for a refusal.

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dsec.cli import (
+    cert,
     copying,
     e2b,
     environments,
@@ -19,6 +20,7 @@ from dsec.cli import (
     node,
     packing,
     pools,
+    ports,
     rollout,
     sandboxes,
     snapshots,
@@ -66,6 +68,8 @@ app.command("cp")(copying.cp)
 app.command("pack")(packing.pack)
 app.command("fork")(snapshots.fork)
 app.command("mcp")(mcp.mcp)
+app.command("port-forward")(ports.port_forward)
+app.command("cert")(cert.cert)
 app.add_typer(images.app, name="image")
 app.add_typer(layers.app, name="layer")
 app.add_typer(environments.app, name="env")

@@ -29,6 +29,7 @@ from dsec.edge.fncall.service import FnCalls
 from dsec.edge.lifecycle import PREFIX_LENGTH, Sandbox, Table, random_text
 from dsec.edge.network import Network, check_rules
 from dsec.edge.packing import Packing
+from dsec.edge.ports import Ports
 from dsec.edge.pressure import Pressure
 from dsec.edge.specs import check_labels, check_lifetime
 from dsec.edge.swap import Swap
@@ -50,7 +51,7 @@ log = logging.getLogger("dsec.edge")
 Infos = list[SandboxInfo]
 
 
-class Edge(Creating, Packing, Pressure, Files):
+class Edge(Creating, Packing, Pressure, Files, Ports):
     """One edge. `start` before anything else, `close` at the end."""
 
     def __init__(self, config: EdgeConfig, images: ImageResolver) -> None:

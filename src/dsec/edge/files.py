@@ -16,7 +16,7 @@ from dsec.edge import wire
 from dsec.edge.supervisor import ConnectionLost, Stream, failure
 from dsec.edge.wire import Fields, Frame, WireError
 from libdsec.errors import InvalidRequest
-from libdsec.wire import FileInfo
+from libdsec.wire import FileInfo, WatchEvent
 
 LIST_ENTRIES: Final = 100_000  # the default bound of one listing
 _REQUEST: Final = 1
@@ -89,6 +89,31 @@ class Download:
                     raise WireError(f"frame type {frame.type} in {self._name}")
         finally:
             self._stream.close()
+
+
+class Watch:
+    """A watched directory: iterate over what happens in it, or `aclose()` it. It ends when the directory goes."""
+
+    __slots__ = ("_name", "_stream")
+
+    def __init__(self, stream: Stream, name: str) -> None:
+        self._stream = stream
+        self._name = name
+
+    async def __aiter__(self) -> AsyncIterator[WatchEvent]:
+        try:
+            while (frame := await _receive(self._stream, self._name)).type == wire.F_RECORD:
+                fields = Fields(frame.payload)
+                directory = fields.text(wire.T_TYPE) == "directory"
+                yield WatchEvent(event=fields.text(wire.T_EVENT), path=_shown(_name(fields, wire.T_NAME)), directory=directory)
+            if frame.type != wire.F_OK:
+                raise WireError(f"frame type {frame.type} in {self._name}")
+        finally:
+            self._stream.close()
+
+    async def aclose(self) -> None:
+        """End the watch."""
+        self._stream.close()
 
 
 class FileClient:
@@ -182,6 +207,18 @@ class FileClient:
         After an error what was unpacked before it stays."""
         fields = wire.u64(wire.T_PARENTS, parents) + _optional(wire.T_UID, uid) + _optional(wire.T_GID, gid)
         return await self._upload("untar", path, fields, source)
+
+    async def watch(self, path: str, *, recursive: bool = False) -> Watch:
+        """Watch a directory. Returns when nothing can be missed any more."""
+        stream, name = await self._open("watch", path, wire.u64(wire.T_RECURSIVE, recursive))
+        try:
+            frame = await _receive(stream, name)
+            if frame.type != wire.F_STATUS:
+                raise WireError(f"frame type {frame.type} in reply to {name}")
+        except BaseException:
+            stream.close()
+            raise
+        return Watch(stream, name)
 
     # how ----------------------------------------------------------------------------------------------------------------------------
 

@@ -7,16 +7,18 @@ from contextlib import suppress
 from typing import TypeVar
 
 from dsec.edge import wire
+from dsec.edge.backends.base import require
 from dsec.edge.files import Content, Download, FileClient, Transfer
 from dsec.edge.lifecycle import Sandbox
 from dsec.edge.operations import Operations
 from dsec.edge.supervisor import ConnectionLost, NotConnected
 from dsec.edge.wire import WireError
 from libdsec.errors import DSecError, NoMemory
-from libdsec.wire import FileInfo, MkdirRequest, MoveRequest, State
+from libdsec.wire import FileInfo, MkdirRequest, MoveRequest, State, WatchEvent
 
 T = TypeVar("T")
 Infos = list[FileInfo]
+WATCH_MAX = 30 * 86400.0  # seconds that a directory is watched at most
 _NOTICE = 0.2  # seconds in which the end of a sandbox follows the end of its helpers
 
 
@@ -117,6 +119,23 @@ class Files(Operations):
         """Unpack an archive below a directory, which is made when it is not there."""
         return await self._files(sandbox_id, user, lambda files: files.untar(path, chunks, parents=True))
 
+    async def watch(self, sandbox_id: str, path: str, user: str | None = None, recursive: bool = False) -> AsyncIterator[WatchEvent]:
+        """What happens in a directory: `start`, the events, and `end` when the directory has gone. Watched directories keep a sandbox from
+        being idle."""
+        sandbox = self.live(sandbox_id)
+        require(self.backends[sandbox.backend], "watch", f"a watch in sandbox {sandbox.id}")
+        watch = await self._work(sandbox, user, lambda files: files.watch(path, recursive=recursive), timeout=WATCH_MAX)
+        turn = sandbox.turn
+        try:
+            yield WatchEvent(event="start")
+            async for event in watch:
+                yield event
+            yield WatchEvent(event="end")
+        except (ConnectionLost, WireError) as error:
+            raise await self.file_fate(sandbox, error, turn) from error
+        finally:
+            await watch.aclose()
+
     # how --------------------------------------------------------------------------------------------------------------------------
 
     async def _files(self, sandbox_id: str, user: str | None, work: Callable[[FileClient], Awaitable[T]]) -> T:
@@ -127,12 +146,14 @@ class Files(Operations):
         download = await self._work(sandbox, user, work)
         return FileStream(self, sandbox, download)
 
-    async def _work(self, sandbox: Sandbox, user: str | None, work: Callable[[FileClient], Awaitable[T]]) -> T:
+    async def _work(
+        self, sandbox: Sandbox, user: str | None, work: Callable[[FileClient], Awaitable[T]], timeout: float | None = None
+    ) -> T:
         while True:
             await self.reach(sandbox)
             turn = sandbox.turn
             try:
-                return await work(FileClient(sandbox.socket, user))
+                return await work(FileClient(sandbox.socket, user, timeout))
             except (ConnectionLost, WireError) as error:
                 await self.settled(sandbox)
                 if not isinstance(error, NotConnected) or not sandbox.moved(turn):  # else it was not begun, and is for the next supervisor

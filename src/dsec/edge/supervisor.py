@@ -280,6 +280,10 @@ class Stream:
         """Close at once."""
         self._sock.close()
 
+    def detach(self) -> tuple[socket.socket, bytes]:
+        """The socket, which is no longer this stream's, and what was received behind the last frame."""
+        return self._sock, bytes(self._buffer[self._start : self._end])
+
     @property
     def pid(self) -> int:
         """The supervisor's pid."""

@@ -31,6 +31,7 @@ Fields by frame (`*`: repeated, `?`: optional):
 | LEASE | DEADLINE_NS? IDLE_NS? AUTO_PAUSE_NS? (0: never) | OK |
 | PAUSE | IDLE_NS? (only if it was idle for so long) REASON? | OK |
 | RECLAIM | IDLE_NS (as above) REASON | STATUS{BYTES} |
+| CONNECT | PORT | OK: from here on the connection is the bytes of that port |
 | STOP | CAUSE? | ENDED |
 | LEAVE | CAUSE (rollback, hibernate) | LEFT{DISK_USED TIME_NS}: all processes ended, files, records and logs are there |
 | any | | ERROR{CODE MESSAGE ERRNO?} |
@@ -57,7 +58,7 @@ from typing import Final, NamedTuple
 from libdsec.errors import DSecError
 
 WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 5
+WIRE_MINOR: Final = 6
 WIRE_MAX: Final = 1 << 20
 WIRE_DATA: Final = 256 << 10
 
@@ -108,6 +109,7 @@ F_FN_PUT: Final = 111
 F_FN_CANCEL: Final = 112
 F_FN_END: Final = 113
 F_FN_DROP: Final = 114
+F_CONNECT: Final = 120
 F_STARTED: Final = 64
 F_END: Final = 65
 F_GAP: Final = 66
@@ -223,6 +225,7 @@ T_FN_RESULT: Final = 227
 T_FN_FSIZE: Final = 228
 T_FN_WORKER: Final = 229
 T_GOES_ON: Final = 200  # RESTORE: it is the same sandbox
+T_PORT: Final = 240
 T_RESOURCE: Final = 168  # of the launcher's ERROR: what of the host ran out
 T_CHANNEL: Final = 230
 T_VMM: Final = 231

@@ -1,8 +1,4 @@
-"""What a client can do, one function a feature. Runs inside the venv of one client version, with nothing of ours: `python features.py`.
-
-Writes one JSON object: {feature: "ok" | "absent" (the client has no such call) | "what went wrong"}. A feature that a client has and that
-this face refuses must be refused in the promised way to be "refused".
-"""
+"""What a client can do, one function a feature: `python features.py` (probing.py says how, reaching.py has more of them)."""
 from __future__ import annotations
 
 import asyncio
@@ -15,11 +11,10 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import urllib.request
-from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
+
+from probing import RUN, VERSION, Absent, Refused, feature, main, need, raises, takes
 
 import e2b
 from e2b import (
@@ -32,47 +27,6 @@ from e2b import (
     SandboxState,
     TimeoutException,
 )
-
-VERSION = tuple(int(part) for part in version("e2b").split(".")[:2])
-RUN = os.urandom(8).hex()  # other versions run at the same time
-FEATURES: dict[str, Callable[[Any], None]] = {}
-
-
-class Absent(Exception):
-    """This client has no such call."""
-
-
-class Refused(Exception):
-    """Refused as promised."""
-
-
-def feature(name: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    def add(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        FEATURES[name] = function
-        return function
-
-    return add
-
-
-def raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any], text: str = "") -> Any:
-    try:
-        got = call()
-    except kind as error:
-        assert text in str(error), f"{text!r} is not in {error}"
-        return error
-    raise AssertionError(f"no {kind}, but {got!r}")
-
-
-def need(thing: Any, *names: str) -> None:
-    for name in names:
-        if not hasattr(thing, name):
-            raise Absent
-
-
-def takes(call: Any, *names: str) -> None:
-    if set(names) - set(inspect.signature(call).parameters):
-        raise Absent
-
 
 # sandboxes ----------------------------------------------------------------------------------------------------------------------
 
@@ -507,12 +461,6 @@ def signed(s: Sandbox) -> None:
     assert s.files.read("/tmp/up") == "uploaded"
 
 
-@feature("watch")
-def watch(s: Sandbox) -> None:
-    raises(SandboxException, lambda: s.files.watch_dir("/tmp"), "not supported")
-    raise Refused
-
-
 @feature("file metadata")
 def file_metadata(s: Sandbox) -> None:
     takes(s.files.write, "metadata")
@@ -520,24 +468,7 @@ def file_metadata(s: Sandbox) -> None:
     raise Refused
 
 
-def main() -> int:
-    results: dict[str, str] = {}
-    with Sandbox.create(timeout=120, metadata={"kind": "main"}, envs={"B": "from-create"}) as sandbox:
-        for name, function in FEATURES.items():
-            began = time.monotonic()
-            try:
-                function(sandbox)
-                results[name] = "ok"
-            except Absent:
-                results[name] = "absent"
-            except Refused:
-                results[name] = "refused"
-            except Exception:
-                results[name] = traceback.format_exc()[-1500:]
-            print(f"{time.monotonic() - began:6.2f} s  {name}", file=sys.stderr)
-    print(json.dumps(results))
-    return 0
-
+import reaching  # noqa: E402, F401 - its features come after these
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(lambda: Sandbox.create(timeout=120, metadata={"kind": "main"}, envs={"B": "from-create"})))

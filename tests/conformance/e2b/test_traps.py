@@ -336,9 +336,9 @@ def test_t19_t20_how_a_request_finds_its_sandbox(face: Face, made: Make) -> None
         assert httpx.get(f"{face.url}/files", params=where, headers=headers).text == f"{name}\n"
     for headers in ({"e2b-sandbox-id": name}, {**token(other), "e2b-sandbox-id": name}, {"x-access-token": "x" * 60}, {"x-access-token": name + "0" * 40, "e2b-sandbox-id": name}):
         is_error(httpx.get(f"{face.url}/files", params=where, headers=headers), 401, "unauthenticated")
-    for headers in ({"e2b-sandbox-id": name, "e2b-sandbox-port": "49999"}, {"host": f"8080-{name}.sandboxes.example"}):
+    for headers in ({"e2b-sandbox-id": name, "e2b-sandbox-port": "3000"}, {"host": f"8080-{name}.sandboxes.example"}):
         reply = httpx.get(f"{face.url}/", headers=headers)
-        is_error(reply, 502, "port_unsupported")
+        is_error(reply, 502, "port_closed")
         assert "port is not open" in reply.json()["message"]
 
 
@@ -347,7 +347,7 @@ def test_t19_t20_how_a_request_finds_its_sandbox(face: Face, made: Make) -> None
     [
         ({"mcp": {"x": {}}}, "mcp_unsupported"), ({"iam": {"tokens": {}}}, "iam_unsupported"),
         ({"volumeMounts": [{"name": "v", "path": "/v"}]}, "volumes_unsupported"), ({"autoPauseMemory": False}, "filesystem_pause_unsupported"),
-        ({"allow_internet_access": True}, "internet_unsupported"), ({"network": {"allowPublicTraffic": True}}, "network_unsupported"),
+        ({"allow_internet_access": True}, "internet_unsupported"), ({"network": {"httpsPorts": [1]}}, "network_unsupported"),
         ({"network": {"rules": {"x": []}}}, "network_unsupported"), ({"gpu": 1}, "unknown_field"), ({"network": {"x": 1}}, "unknown_field"),
         ({"metadata": {"e2b.template": "x"}}, "metadata_key"), ({"timeout": 0}, "invalid_request"), ({"timeout": -5}, "invalid_request"),
     ],
@@ -367,9 +367,8 @@ def test_t21_nothing_is_ignored_later(api: httpx.Client, made: Make, face: Face)
     is_error(api.post("/templates/tags", json={"target": "x", "tags": ["y"]}), 400, "template_tags_unsupported")
     is_error(api.post("/v3/templates", json={"name": "x", "minFreeDiskMb": 5}), 400, "disk_unsupported")
     is_error(api.get("/volumes"), 404, "route_unsupported")
-    for method in ("WatchDir", "CreateWatcher"):
-        reply = httpx.post(f"{face.url}/filesystem.Filesystem/{method}", json={"path": "/"}, headers=token(sandbox))
-        assert reply.status_code == 501 and reply.json()["code"] == "unimplemented"
+    reply = httpx.post(f"{face.url}/filesystem.Filesystem/CreateWatcher", json={"path": "/", "allowNetworkMounts": True}, headers=token(sandbox))
+    assert reply.status_code == 501 and reply.json()["code"] == "unimplemented"
     reply = httpx.post(f"{face.url}/process.Process/Fly", json={}, headers=token(sandbox))
     assert reply.json()["code"] == "unimplemented"
     binary = httpx.post(f"{face.url}/process.Process/List", content=b"\x0a", headers={**token(sandbox), "content-type": "application/proto"})

@@ -22,7 +22,7 @@ CAPABILITIES = (
     "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "network_rules",
     "egress_hosts", "cpu_class", "core_scheduling", "pause_memory", "pause_disk", "fork", "fork_memory", "snapshot", "rollback",
     "hibernate", "hibernate_memory", "pack_diff", "gpu", "desktop", "nested_containers", "privileged", "trusted_supervisor", "own_kernel",
-    "batch", "limits", "verdicts", "call_isolation",
+    "batch", "limits", "verdicts", "call_isolation", "ports", "watch",
 )  # fmt: skip
 
 

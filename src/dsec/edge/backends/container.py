@@ -48,6 +48,7 @@ class Container:
     _always: Mapping[str, bool] = capabilities(
         "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "cpu_class",
         "pause_memory", "fork", "snapshot", "rollback", "hibernate", "pack_diff", "trusted_supervisor", "limits",
+        "ports", "watch",
     )  # fmt: skip
 
     def __init__(

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 
-from dsec.faces.e2b import connect, errors, files, filesystem, process
+from dsec.faces.e2b import connect, errors, files, filesystem, interpreter, process, watch
 from dsec.faces.e2b.boxes import Box, Boxes
 from dsec.faces.e2b.builds import Builds
 from dsec.faces.e2b.control import Control
@@ -19,6 +19,7 @@ from dsec.faces.e2b.http import ClientGone, Receive, Request, Scope, Send
 from dsec.faces.e2b.keys import Keys, has_expired
 from dsec.faces.e2b.logs import Logs
 from dsec.faces.e2b.paths import begin
+from dsec.faces.e2b.ports import Ports
 from dsec.faces.e2b.templates import Templates
 from libdsec.errors import DSecError
 
@@ -32,10 +33,9 @@ _RPC: dict[tuple[str, str], Callable[[Box, Request], Awaitable[None]]] = {
     ("process.Process", "SendSignal"): process.send_signal, ("process.Process", "Update"): process.update,
     ("filesystem.Filesystem", "Stat"): filesystem.stat, ("filesystem.Filesystem", "ListDir"): filesystem.list_dir,
     ("filesystem.Filesystem", "MakeDir"): filesystem.make_dir, ("filesystem.Filesystem", "Move"): filesystem.move,
-    ("filesystem.Filesystem", "Remove"): filesystem.remove, ("filesystem.Filesystem", "WatchDir"): filesystem.refuse_watch,
-    ("filesystem.Filesystem", "CreateWatcher"): filesystem.refuse_watch,
-    ("filesystem.Filesystem", "GetWatcherEvents"): filesystem.refuse_watch,
-    ("filesystem.Filesystem", "RemoveWatcher"): filesystem.refuse_watch,
+    ("filesystem.Filesystem", "Remove"): filesystem.remove, ("filesystem.Filesystem", "WatchDir"): watch.stream,
+    ("filesystem.Filesystem", "CreateWatcher"): watch.create, ("filesystem.Filesystem", "GetWatcherEvents"): watch.take,
+    ("filesystem.Filesystem", "RemoveWatcher"): watch.remove,
 }  # fmt: skip
 _SERVICES = {service for service, _ in _RPC}
 _ENVD = {*_SERVICES, "files", "health"}  # how paths of envd begin
@@ -50,6 +50,7 @@ class App:
         self.closing = False
         control, templates, builds = Control(boxes, keys), Templates(boxes), Builds(boxes, keys)
         self._builds = builds
+        self._ports, self._interpreter = Ports(boxes, keys), interpreter.Interpreter(keys)
         self._routes: dict[tuple[str, ...], Callable[..., Awaitable[None]]] = {
             ("POST", "sandboxes"): control.create, ("POST", "v2", "sandboxes"): control.create,
             ("GET", "sandboxes"): control.list_running, ("GET", "v2", "sandboxes"): control.list,
@@ -151,8 +152,9 @@ class App:
 
     async def _data(self, request: Request, named: tuple[str, str] | None) -> None:
         sandbox_id, port = named or (await self._signed(request), ENVD_PORT)
-        if port != ENVD_PORT:  # whether there is such a sandbox is not looked at: nobody showed a token
-            raise Failure(502, f"the sandbox's port is not open: {port[:40]}", "port_unsupported", connect="unavailable")
+        if port != ENVD_PORT:
+            await self._port(request, sandbox_id, port)
+            return
         path = request.path
         if path == ["health"]:
             await self.boxes.health(sandbox_id)
@@ -171,6 +173,19 @@ class App:
             if handler is None:
                 raise Failure(404, f"{request.method} /{'/'.join(path)[:200]} is not there", "route_unsupported", connect="unimplemented")
             await handler(box, request)
+        except DSecError as error:
+            failure = errors.data(error, sandbox_id)
+            if failure.status == 502:
+                self.boxes.drop(sandbox_id)
+            raise failure from error
+
+    async def _port(self, request: Request, sandbox_id: str, port: str) -> None:
+        box = await self._ports.admit(request, sandbox_id, port)
+        try:
+            if port == interpreter.PORT:
+                await self._interpreter.serve(request, box)
+            else:
+                await self._ports.pass_on(request, box, int(port))
         except DSecError as error:
             failure = errors.data(error, sandbox_id)
             if failure.status == 502:

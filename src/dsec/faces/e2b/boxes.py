@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from dsec.faces.e2b.errors import Failure, gone, invalid, not_found, refused
 from dsec.faces.e2b.models import NewSandbox
@@ -25,6 +25,7 @@ log = logging.getLogger("dsec.faces.e2b")
 OURS = "e2b."  # of label keys that are not the caller's
 MARK = OURS + "face"
 TEMPLATE, TIMEOUT, ON_TIMEOUT, AUTO_RESUME = OURS + "template", OURS + "timeout", OURS + "on-timeout", OURS + "auto-resume"
+PRIVATE, MASK_HOST = OURS + "private", OURS + "mask-host"
 LIVE = (State.RUNNING, State.HIBERNATED)
 PRUNE_EVERY = 60.0
 HOMES_MAX = 256  # stacks of layers
@@ -65,6 +66,13 @@ class Process:
         return self.known
 
 
+class Closing(Protocol):
+    """Something with a connection to a sandbox."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
 class Box:
     """What this face remembers of one sandbox."""
 
@@ -76,12 +84,18 @@ class Box:
         self.timeout = float(labels.get(TIMEOUT, "300"))
         self.pauses = labels.get(ON_TIMEOUT) == "pause"
         self.auto_resume = labels.get(AUTO_RESUME) == "1"
+        self.private = labels.get(PRIVATE) == "1"  # its ports need a token
+        self.mask_host = labels.get(MASK_HOST)  # what programs behind its ports see as their host
         self.paused = sandbox.info.paused  # by this face: then data plane calls do not wake it
         self.ends_at: float | None = None  # of a sandbox whose timeout pauses it
         self.timer: asyncio.TimerHandle | None = None
         self.turn = asyncio.Lock()  # of pause and resume
         self.cut = asyncio.Event()  # set when it is paused, and then another one is made: its streams end
         self.processes: dict[int, Process] = {}
+        self.watchers: dict[str, Closing] = {}
+        self.kernels: dict[str, Closing] = {}  # contexts of the code interpreter
+        self.adopting = asyncio.Lock()
+        self.adopted = False  # those of an earlier face were looked for
         self.homes: dict[str, str] = {}
         self.used = False
         self.fresh: dict[str, str] | None = None  # homes of users in its layers, until something is done in it
@@ -92,6 +106,12 @@ class Box:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+    def close(self) -> None:
+        """What this face holds of it goes."""
+        self.forget()
+        for held in (*self.watchers.values(), *self.kernels.values()):
+            held.close()
 
 
 class Boxes:
@@ -117,7 +137,7 @@ class Boxes:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for box in self._known.values():
-            box.forget()
+            box.close()
 
     async def infos(self) -> list[SandboxInfo]:
         """Every live sandbox that this face made, as the node has it now."""
@@ -135,6 +155,10 @@ class Boxes:
         labels = {**metadata, MARK: "1", TEMPLATE: wanted.template_id, TIMEOUT: str(timeout)}
         if wanted.auto_pause:
             labels[ON_TIMEOUT] = "pause"
+        if wanted.network is not None and wanted.network.allow_public_traffic is False:
+            labels[PRIVATE] = "1"
+        if wanted.network is not None and wanted.network.mask_request_host:
+            labels[MASK_HOST] = wanted.network.mask_request_host
         if wanted.auto_resume is not None and wanted.auto_resume.enabled:
             labels[AUTO_RESUME] = "1"
         lifetime = None if wanted.auto_pause else float(timeout)
@@ -215,14 +239,19 @@ class Boxes:
             raise not_found(f"sandbox {sandbox_id!r}", "sandbox_not_found")
         return box
 
-    async def awake(self, sandbox_id: str) -> Box:
-        """A sandbox for the data plane: one that runs. Failure 502."""
+    async def known(self, sandbox_id: str) -> Box:
+        """A sandbox for the data plane, running or not. Failure 502."""
         box = self._known.get(sandbox_id)
         if box is None:
             try:
                 box = await self.get(sandbox_id)
             except Failure:
                 raise gone(sandbox_id) from None
+        return box
+
+    async def awake(self, sandbox_id: str) -> Box:
+        """A sandbox for the data plane: one that runs. Failure 502."""
+        box = await self.known(sandbox_id)
         if box.paused:
             if not box.auto_resume:
                 raise gone(sandbox_id)
@@ -242,7 +271,7 @@ class Boxes:
         """It is gone."""
         box = self._known.pop(sandbox_id, None)
         if box is not None:
-            box.forget()
+            box.close()
 
     def _add(self, sandbox: Sandbox) -> Box:
         if MARK not in sandbox.info.labels or sandbox.info.state not in LIVE:

@@ -97,8 +97,7 @@ class Builds:
     async def upload_link(self, request: Request, template: str, files: str) -> None:
         """Where to send the files of a COPY step, and whether they are there."""
         _check_hash(files)
-        scheme = "https" if request.header(b"x-forwarded-proto") == "https" else "http"
-        url = f"{scheme}://{request.header(b'host') or ''}/uploads/{files}/{self.keys.upload_token(files)}"
+        url = f"{request.scheme}://{request.header(b'host') or ''}/uploads/{files}/{self.keys.upload_token(files)}"
         await request.json({"present": (self._home / files).exists(), "url": url, "headers": {}}, 201)
 
     async def upload(self, request: Request, files: str, token: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from dsec.faces.e2b.errors import STATUS, Failure, invalid
@@ -114,7 +114,7 @@ class Stream:
         await self._request.end()
 
 
-async def events(source: AsyncIterator[T], silence: float) -> AsyncIterator[T | None]:
+async def events(source: AsyncIterator[T], silence: float) -> AsyncGenerator[T | None, None]:
     """Those of the source, and None whenever it says nothing for so long. Closing this leaves the source to the caller."""
     waiting: asyncio.Future[T] | None = None
     try:
@@ -139,8 +139,8 @@ async def _next(source: AsyncIterator[T]) -> T:
     return await anext(source)
 
 
-async def unless_gone(request: Request, work: Any, paused: asyncio.Event) -> None:
-    """Run the work of a stream until its end, until the client is gone, or until the sandbox is paused, which the stream says."""
+async def unless_gone(request: Request, work: Any, paused: asyncio.Event, say: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Run the work of a stream until its end, until the client is gone, or until the sandbox is paused, which the stream says (`say`)."""
     working = asyncio.ensure_future(work)
     others = [asyncio.ensure_future(request.disconnected()), asyncio.ensure_future(paused.wait())]
     try:
@@ -152,7 +152,10 @@ async def unless_gone(request: Request, work: Any, paused: asyncio.Event) -> Non
         await asyncio.gather(working, return_exceptions=True)
         if others[0].done():
             raise ClientGone
-        await Stream(request).finish(Failure(499, "the sandbox was paused", "sandbox_paused"))
+        if say is not None:
+            await say()
+        else:
+            await Stream(request).finish(Failure(499, "the sandbox was paused", "sandbox_paused"))
     finally:
         for task in (working, *others):
             task.cancel()

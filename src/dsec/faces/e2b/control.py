@@ -23,6 +23,7 @@ from libdsec.wire import SandboxInfo
 ENVD_VERSION = "0.5.7"  # clients ask it what works: all up to here does; 0.6.2 would be metadata of files
 PAGE, PAGE_MAX = 100, 1000
 _KEY = re.compile(r"[a-z0-9-]{1,255}")
+_HOST = re.compile(r"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?")
 _EVERYWHERE = {"0.0.0.0/0", "::/0"}
 
 Handler = Callable[["Control", Request], Awaitable[None]]
@@ -70,6 +71,7 @@ class Control:
         box = await self.boxes.get(sandbox_id)
         lifecycle = {"onTimeout": "pause" if box.pauses else "kill", "autoResume": box.auto_resume}
         more = {"envdAccessToken": self.keys.token(box.id), "lifecycle": lifecycle, "allowInternetAccess": False}
+        more["network"] = {"allowPublicTraffic": not box.private, **({} if box.mask_host is None else {"maskRequestHost": box.mask_host})}
         if self.boxes.settings.domain is not None:
             more["domain"] = self.boxes.settings.domain
         await request.json({**self._shown(box.sandbox.info), **more})
@@ -119,6 +121,8 @@ class Control:
     async def network(self, request: Request, sandbox_id: str) -> None:
         wanted = await request.decode(models.Network)
         _check_network(wanted)
+        if wanted.allow_public_traffic is not None or wanted.mask_request_host is not None:  # they hold from the start
+            raise refused("a change of who may reach ports", "network_unsupported")
         if wanted.allow_internet_access:
             raise refused("internet access", "internet_unsupported")
         await self.boxes.get(sandbox_id)
@@ -170,7 +174,8 @@ class Control:
         """The reply to create, connect, resume and fork."""
         reply: dict[str, Any] = {
             "templateID": box.template, "sandboxID": box.id, "clientID": box.id[:4], "envdVersion": ENVD_VERSION, "alias": box.template,
-            "envdAccessToken": self.keys.token(box.id), "trafficAccessToken": None, "domain": self.boxes.settings.domain,
+            "envdAccessToken": self.keys.token(box.id), "domain": self.boxes.settings.domain,
+            "trafficAccessToken": self.keys.traffic_token(box.id) if box.private else None,
         }  # fmt: skip
         return reply
 
@@ -197,15 +202,21 @@ def _check_new(wanted: models.NewSandbox, newer: bool) -> None:
         raise refused("internet access", "internet_unsupported")
     if wanted.network is not None:
         _check_network(wanted.network)
+        _check_host(wanted.network.mask_request_host)
 
 
 def _check_network(wanted: models.Network) -> None:
     """There is no network: rules that come to the same are met, others are refused."""
     if wanted.deny_out is not None and not _EVERYWHERE & set(wanted.deny_out) and wanted.deny_out:
         raise refused("denyOut of anything but everything", "network_unsupported")
-    for name in ("allow_out", "rules", "egress_proxy", "dns_servers", "allow_public_traffic", "mask_request_host", "https_ports"):
+    for name in ("allow_out", "rules", "egress_proxy", "dns_servers", "https_ports"):
         if getattr(wanted, name):
             raise refused(f"network setting {name}", "network_unsupported")
+
+
+def _check_host(mask: str | None) -> None:
+    if mask is not None and not _HOST.fullmatch(mask.replace("${PORT}", "1")):
+        raise invalid(f"maskRequestHost is not a host name with an optional port: {mask[:80]!r}")
 
 
 def _selected(info: SandboxInfo, params: dict[str, str]) -> bool:

@@ -14,7 +14,14 @@ class Failure(Exception):
     """A reply that is an error. `connect`: its code where Connect is spoken."""
 
     def __init__(
-        self, status: int, message: str, error_code: str, *, connect: str | None = None, headers: dict[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        error_code: str,
+        *,
+        connect: str | None = None,
+        headers: dict[str, str] | None = None,
+        more: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -22,10 +29,11 @@ class Failure(Exception):
         self.error_code = error_code
         self.connect = connect or _FROM_STATUS.get(status, "unknown")
         self.headers = headers or {}
+        self.more = more or {}
 
     def body(self) -> dict[str, Any]:
         """For the control plane and for `/files`."""
-        return {"code": self.status, "message": self.message, "error_code": self.error_code}
+        return {"code": self.status, "message": self.message, "error_code": self.error_code, **self.more}
 
     def connect_body(self) -> dict[str, Any]:
         """For envd's RPCs."""

@@ -21,7 +21,7 @@ _AT_ONCE = 16  # links whose targets are looked at
 
 async def stat(box: Box, request: Request) -> None:
     wanted, user = await connect.unary(request, models.Path), user_of(request)
-    await request.json({"entry": await _look(box, await resolve(box, wanted.path, user), user)})
+    await request.json({"entry": await look(box, await resolve(box, wanted.path, user), user)})
 
 
 async def list_dir(box: Box, request: Request) -> None:
@@ -55,7 +55,7 @@ async def make_dir(box: Box, request: Request) -> None:
         raise invalid(f"{path} exists and is not a directory", "not_a_directory") from None
     except FileNotFound:
         await files.mkdir(path, parents=True, user=user)
-    await request.json({"entry": await _look(box, path, user)})
+    await request.json({"entry": await look(box, path, user)})
 
 
 async def move(box: Box, request: Request) -> None:
@@ -64,7 +64,7 @@ async def move(box: Box, request: Request) -> None:
     await box.sandbox.files.stat(source, user=user)  # before directories are made for nothing
     await box.sandbox.files.mkdir(posixpath.dirname(destination), parents=True, user=user)
     await box.sandbox.files.move(source, destination, user=user)
-    await request.json({"entry": await _look(box, destination, user)})
+    await request.json({"entry": await look(box, destination, user)})
 
 
 async def remove(box: Box, request: Request) -> None:
@@ -73,14 +73,11 @@ async def remove(box: Box, request: Request) -> None:
     await request.json({})
 
 
-async def refuse_watch(box: Box, request: Request) -> None:
-    raise Failure(400, "watching directories is not supported here", "watch_unsupported", connect="unimplemented")
-
-
 # how ------------------------------------------------------------------------------------------------------------------------------
 
 
-async def _look(box: Box, path: str, user: str | None) -> dict[str, Any]:
+async def look(box: Box, path: str, user: str | None) -> dict[str, Any]:
+    """What a path is, as clients know it."""
     info = await box.sandbox.files.stat(path, user=user)
     return entry(info, await _target_type(box, path, user) if info.type == "symlink" else info.type)
 

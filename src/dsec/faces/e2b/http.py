@@ -32,12 +32,11 @@ class Request:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.scope, self.receive, self.send = scope, receive, send  # for who passes it on as it is
         raw: bytes = scope["raw_path"]
         self.path = [unquote(part) for part in raw.decode("latin-1").strip("/").split("/")]
         self._query: bytes = scope["query_string"]
         self._params: dict[str, str] | None = None
-        self._receive = receive
-        self._send = send
         self.started = False  # the reply's head was sent
         self.more = True  # there is body to read
 
@@ -45,6 +44,17 @@ class Request:
         """A header by its lower-case name."""
         value = self.headers.get(name)
         return value.decode("latin-1") if value is not None else None
+
+    @property
+    def scheme(self) -> str:
+        """http or https, as the client has it."""
+        return "https" if "https" in (self.scope.get("scheme"), self.header(b"x-forwarded-proto")) else "http"
+
+    @property
+    def target(self) -> bytes:
+        """Path and query as they came."""
+        path: bytes = self.scope["raw_path"]
+        return path + (b"?" + self._query if self._query else b"")
 
     @property
     def params(self) -> dict[str, str]:
@@ -67,7 +77,7 @@ class Request:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes. ClientGone when it breaks off."""
         while self.more:
-            message = await self._receive()
+            message = await self.receive()
             if message["type"] != "http.request":
                 raise ClientGone
             self.more = message.get("more_body", False)
@@ -90,7 +100,7 @@ class Request:
 
     async def disconnected(self) -> None:
         """Returns when the client is gone. The body must have been read."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
 
     # reply ----------------------------------------------------------------------------------------------------------------------
@@ -105,21 +115,21 @@ class Request:
     async def respond(self, data: bytes, status: int, headers: dict[str, str]) -> None:
         """Answer with bytes."""
         await self.begin(status, headers if status in (204, 304) else {**headers, "content-length": str(len(data))})
-        await self._send({"type": "http.response.body", "body": data})
+        await self.send({"type": "http.response.body", "body": data})
 
     async def begin(self, status: int, headers: dict[str, str]) -> None:
         """Start an answer whose body follows by `part`, until `end`."""
         self.started = True
         head = [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        await self.send({"type": "http.response.start", "status": status, "headers": head})
 
     async def part(self, data: bytes) -> None:
         """Some of the body; waits while the client does not read."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         """The body is whole."""
-        await self._send({"type": "http.response.body", "body": b""})
+        await self.send({"type": "http.response.body", "body": b""})
 
 
 def decoded(data: bytes, kind: type[T]) -> T:

@@ -44,6 +44,14 @@ class Keys:
         """Whether it opens this sandbox."""
         return hmac.compare_digest(token.encode("latin-1", "replace"), self.token(sandbox_id).encode("latin-1", "replace"))
 
+    def traffic_token(self, sandbox_id: str) -> str:
+        """What opens the ports of a sandbox that asks for it."""
+        return self._derive("traffic " + sandbox_id)[:40]
+
+    def is_traffic_token(self, sandbox_id: str, token: str) -> bool:
+        """Whether it opens the ports of this sandbox."""
+        return hmac.compare_digest(token.encode("latin-1", "replace"), self.traffic_token(sandbox_id).encode())
+
     def upload_token(self, files: str) -> str:
         """What permits one upload."""
         return self._derive("upload " + files)[:40]

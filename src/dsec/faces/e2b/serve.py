@@ -18,14 +18,15 @@ from collections.abc import AsyncIterator
 
 import uvloop
 from uvicorn.config import Config as HttpConfig
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from dsec.certs import server_context
 from dsec.config import Config, ConfigError, E2bConfig, from_argv
 from dsec.faces.e2b.app import App
 from dsec.faces.e2b.boxes import Boxes, Settings
 from dsec.faces.e2b.builds import sweep
 from dsec.faces.e2b.keys import Keys
+from dsec.serving import UpgradingProtocol
 from libdsec import DSecClient
 from libdsec.errors import DSecError
 
@@ -58,13 +59,14 @@ async def serving(client: DSecClient, config: E2bConfig, listening: socket.socke
     state = ServerState()
     app = App(boxes, made)
     http = HttpConfig(
-        app, loop="none", http=HttpToolsProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
+        app, loop="none", http=UpgradingProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
         access_log=False, proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE,
     )  # fmt: skip
     http.load()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
-        lambda: HttpToolsProtocol(config=http, server_state=state, app_state={}), sock=listening, backlog=BACKLOG
+        lambda: UpgradingProtocol(config=http, server_state=state, app_state={}), sock=listening, backlog=BACKLOG,
+        ssl=server_context(config.tls_cert, config.tls_key) if config.tls_cert else None,
     )
     try:
         yield made
@@ -91,7 +93,7 @@ async def run(config: Config) -> None:
     host, _, port = config.e2b.listen.rpartition(":")
     with contextlib.closing(socket.socket(fileno=int(child)) if child else _listen(host, int(port))) as listening:
         async with DSecClient() as client, serving(client, config.e2b, listening) as made:
-            url = f"http://{host}:{listening.getsockname()[1]}"
+            url = f"http{'s' if config.e2b.tls_cert else ''}://{host}:{listening.getsockname()[1]}"
             print(f"E2B at {url}" + ("" if child else f"\nE2B_API_KEY={made.api_key}"), flush=True)
             await stopping.wait()
 
@@ -108,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
     try:
         uvloop.run(run(from_argv(sys.argv[1:] if argv is None else argv).config))
-    except (ConfigError, DSecError, OSError) as error:
+    except (ConfigError, DSecError, OSError, ValueError) as error:
         print(f"dsec e2b: {error}", file=sys.stderr)
         return 1
     return 0
