@@ -18,9 +18,9 @@ MakeBox = Callable[..., Awaitable[Sandbox]]
 BACKENDS = {"container": DSecContainerRunArgs, "microvm": DSecMicroVMRunArgs}
 LACKS = {"microvm": {"sessions", "memory_disk", "cpu_class", "pack_diff", "fork_memory", "ports", "watch"}}  # of what cases ask for by mark
 QUICK = {
-    "test_c03_stdin_is_verbatim", "test_c12_exit_is_visible_only_after_the_output", "test_c17_a_background_helper_does_not_keep_exec_open",
-    "test_c18_timeout_reaches_the_whole_tree", "test_c20_signal_death_is_neither_timeout_nor_oom", "test_c28_oom_is_told_apart_and_the_sandbox_lives",
-    "test_file_verbs", "test_stdin_pipe_and_pty", "test_log_ranges_and_offsets", "test_c29_full_disk_upload_says_so_and_heals",
+    "test_c17_a_background_helper_does_not_keep_exec_open", "test_c18_timeout_reaches_the_whole_tree",
+    "test_c20_signal_death_is_neither_timeout_nor_oom", "test_c28_oom_is_told_apart_and_the_sandbox_lives", "test_file_verbs",
+    "test_stdin_pipe_and_pty", "test_log_ranges_and_offsets",
 }  # fmt: skip
 
 

@@ -86,10 +86,10 @@ async def test_a_running_guest_goes_on_in_its_children(client: DSecClient) -> No
     box = await client.run_microvm(args())
     counter = await box.start(shell="i=0; while :; do i=$((i+1)); echo $i; sleep 0.05; done")
     talker = await box.start(shell="while read line; do echo got $line; done; exit 7", open_stdin=True)
-    late = await box.start(shell="sleep 100", timeout=25)
     await box.run_shell("echo mine > /srv/file; echo 0 > /etc/machine-id")
     while not await counter.logs():
         await asyncio.sleep(0.05)
+    late = await box.start(shell="sleep 100", timeout=10)
     made = await box.fork(2, memory=True)
     children = [child for child in made if isinstance(child, Sandbox)]
     assert len(children) == 2, made
