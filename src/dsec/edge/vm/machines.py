@@ -23,6 +23,7 @@ log = logging.getLogger("dsec.edge")
 MIB = 1 << 20
 ALIGN = 2 * MIB  # what a pmem device's size must be a multiple of
 OWN = 192 * MIB  # of a guest's RAM, for its kernel and the hand: the container's limit is to be met before the guest's own end
+AFTER = 0.5  # seconds that a new sandbox has its first command to itself, before another machine is made ready
 _FICLONE = 0x40049409
 
 
@@ -85,6 +86,7 @@ class Machines:
 
     async def _fill(self, shape: Shape) -> None:
         try:
+            await asyncio.sleep(AFTER)
             if any(known == shape for known, _ in self._waiting):
                 return
             while len(self._waiting) >= self._most_waiting:
