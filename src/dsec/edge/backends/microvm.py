@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from libdsec.wire import CpuClass
 log = logging.getLogger("dsec.edge")
 WAITING = "vmm"  # the group of monitors that belong to no sandbox yet
 MONITOR = TRANSLATED + 96 * MIB  # of a monitor's own, beside its guest's RAM
+DEATH = 20.0  # seconds that monitors may take to be gone when they are killed
 WAKE = 30  # seconds that a clone may take until the container runs
 SLACK = 16 * MIB  # of a volume, beside the image in it
 IMAGE = "disk.img"
@@ -96,6 +98,9 @@ class MicroVM:
     def _clean(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             (self._group / "cgroup.kill").write_text("1")
+            deadline = time.monotonic() + DEATH
+            while (self._group / "cgroup.procs").read_text() and time.monotonic() < deadline:  # one with much memory takes a while
+                time.sleep(0.01)
         remove_group(self._group)
         shutil.rmtree(self._run, ignore_errors=True)
 
