@@ -62,12 +62,12 @@ async def test_connections_and_rules_outlive_node_and_warden(own_node: Node, int
     assert await inside(changed, f'tcp("{FAR}", 7000)', f'tcp("{FAR}", 7001)') == ["ECONNREFUSED", "ok: hi"]
     assert (await changed.network()).rules == {f"tcp:{FAR}:7001": True}
     assert [e.details["port"] for e in await changed.events(kind="egress_denied")] == [7000]  # the record of before, and what came again
-    until(lambda: _links(own_node) == 2)
+    until(lambda: _links(own_node) == 2, 90)
     fresh = await client.run_container(args)
     addresses = [(await b.network()).address for b in (box, changed, fresh)]
     assert None not in addresses and len(set(addresses)) == 3
     await asyncio.gather(box.stop(), changed.stop(), fresh.stop())
-    until(lambda: _links(own_node) == 0)
+    until(lambda: _links(own_node) == 0, 90)  # the kernel removes network namespaces, and links with them, in its own time
     await client.close()
     own_node.stop()
     assert not Path(f"/sys/class/net/dsec-{own_node.prefix}").exists()
