@@ -1,7 +1,7 @@
 """Harbor: `harbor run --env dsec.faces.harbor:DsecEnvironment --ek offline=true`.
 
 A task's Dockerfile is built on the node, once for each content; `docker_image` names an environment of the node, or an image that the node
-pulls. Each trial has one sandbox. A sandbox has no network: a task that asks for one is refused, unless `offline`.
+pulls. Each trial has one sandbox, without a network: a task that asks for one is refused, unless `offline`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DsecEnvironment(BaseEnvironment):
     def _validate_network_policy_support(self) -> None:
         super()._validate_network_policy_support()
         if self._network_is_public and not self.options.offline:
-            raise ValueError("a sandbox of dsec has no network, which the task asks for; --ek offline=true runs it without")
+            raise ValueError("this adapter gives no network, which the task asks for; --ek offline=true runs it without")
 
     # its life -------------------------------------------------------------------------------------------------------------------
     async def start(self, force_build: bool) -> None:

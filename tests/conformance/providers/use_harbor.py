@@ -91,7 +91,7 @@ def refused() -> None:
         task(home, "allow_internet = true")
         done = run(home)
         said = done.stdout + done.stderr + "".join(file.read_text() for file in (home / "jobs").rglob("result.json"))
-        assert "has no network, which the task asks for" in said.replace("\n", " "), said[-3000:]
+        assert "gives no network, which the task asks for" in said.replace("\n", " "), said[-3000:]
 
 
 main("harbor")
