@@ -26,6 +26,7 @@ PROVIDERS = (
     Provider("openai", "openai-agents", "openai", extra="openai-agents", seconds=10),
     Provider("tinker", "tinker-cookbook", "tinker", extra="tinker"),
     Provider("nemo", "nemo-gym", "nemo", python=(3, 12), extra="nemo-gym"),
+    Provider("openenv", "openenv", "openenv", extra="openenv"),
     Provider("anthropic", "anthropic", "anthropic", extra="anthropic"),
     Provider("verifiers", "verifiers", "verifiers", seconds=10),  # on the E2B face: nothing of ours is installed with it
 )

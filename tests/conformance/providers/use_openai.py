@@ -1,8 +1,10 @@
 """OpenAI Agents SDK: sessions, the workspace, terminals, and an agent's run with a scripted model."""
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,13 @@ from agents.models.interface import Model
 from agents.run import RunConfig
 from agents.sandbox import LocalSnapshotSpec, Manifest, SandboxAgent, SandboxRunConfig
 from agents.sandbox.entries import Dir, File
-from agents.sandbox.errors import ExecTimeoutError, InvalidManifestPathError, PtySessionNotFoundError, WorkspaceReadNotFoundError
+from agents.sandbox.errors import (
+    ExecTimeoutError,
+    ExposedPortUnavailableError,
+    InvalidManifestPathError,
+    PtySessionNotFoundError,
+    WorkspaceReadNotFoundError,
+)
 from cases import PROBE, araises, case, main, prove, running
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseOutputText
 
@@ -50,8 +58,11 @@ async def session() -> None:
 
 @case("taken up again: the same sandbox, or a new one with the snapshot's files")
 async def resumed() -> None:
-    home = Path("snapshots")
-    home.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as home:
+        await _resumed(Path(home))
+
+
+async def _resumed(home: Path) -> None:
     client = DsecSandboxClient()
     made = await client.create(manifest=FILES, snapshot=LocalSnapshotSpec(base_path=home), options=DsecSandboxClientOptions())
     await made.start()
@@ -95,6 +106,38 @@ async def terminals() -> None:
             await made.pty_terminate_all()
             await araises(PtySessionNotFoundError, made.pty_write_stdin(session_id=shell.process_id, chars="x"))
             assert (await made.exec("pgrep python3 || echo none")).stdout == b"none\n"
+    finally:
+        await client.delete(made)
+        await client.close()
+
+
+@case("ports")
+async def ports() -> None:
+    client = DsecSandboxClient()
+    made = await client.create(manifest=FILES, options=DsecSandboxClientOptions(exposed_ports=(8000,)))
+    try:
+        async with made:
+            await made.pty_exec_start("python3", "-m", "http.server", "8000", shell=False, yield_time_s=0.5)
+            end = await made.resolve_exposed_port(8000)
+            assert (end.host, end.tls) == ("127.0.0.1", False)
+            for _ in range(200):
+                try:
+                    reader, writer = await asyncio.open_connection(end.host, end.port)
+                    writer.write(b"GET /note.txt HTTP/1.0\r\n\r\n")
+                    got = await reader.read()
+                    writer.close()
+                    if got:
+                        break
+                except OSError:
+                    pass
+                await asyncio.sleep(0.05)
+            assert got.endswith(b"of the manifest\n"), got
+            await araises(ExposedPortUnavailableError, made.resolve_exposed_port(9000))
+        try:
+            await asyncio.open_connection(end.host, end.port)
+        except OSError:
+            return
+        raise AssertionError("a port of a session that has ended is open")
     finally:
         await client.delete(made)
         await client.close()

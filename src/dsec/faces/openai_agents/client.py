@@ -46,7 +46,7 @@ class DsecSandboxClient(BaseSandboxClient[DsecSandboxClientOptions]):
         box = await self._make(wanted, manifest, session_id)
         state = DsecSandboxSessionState(
             session_id=session_id, manifest=manifest, snapshot=resolve_snapshot(snapshot, str(session_id)), sandbox_id=box.id,
-            options=wanted,
+            options=wanted, exposed_ports=wanted.exposed_ports,
         )  # fmt: skip
         return self._wrap(DsecSandboxSession(self._client, box, state))
 

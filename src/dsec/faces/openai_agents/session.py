@@ -23,10 +23,11 @@ from agents.sandbox.session.base_sandbox_session import BaseSandboxSession
 from agents.sandbox.session.runtime_helpers import RESOLVE_WORKSPACE_PATH_HELPER, RuntimeHelperScript
 from agents.sandbox.session.sandbox_client import BaseSandboxClientOptions
 from agents.sandbox.session.sandbox_session_state import SandboxSessionState
-from agents.sandbox.types import ExecResult, User
+from agents.sandbox.types import ExecResult, ExposedPortEndpoint, User
 
 from dsec.faces.common import exit_code, note
 from dsec.faces.openai_agents.pty import Ptys
+from dsec.faces.ports import Forward
 from libdsec import DSecClient, DSecError, Ending, Sandbox, State
 from libdsec.errors import BinaryNotFound, CwdNotFound, FileNotFound, NotExecutable, SandboxNotFound, UserNotFound
 
@@ -48,6 +49,7 @@ class DsecSandboxClientOptions(BaseSandboxClientOptions):
     env: dict[str, str] | None = None
     idle_timeout: float | None = None  # seconds without use after which it ends
     max_lifetime: float | None = 86400  # seconds
+    exposed_ports: tuple[int, ...] = ()  # inside; each is reached by a port of this machine while the session's process lives
 
 
 class DsecSandboxSessionState(SandboxSessionState):
@@ -68,6 +70,7 @@ class DsecSandboxSession(BaseSandboxSession):
         self._box = box
         self.state = state
         self._ptys = Ptys(box)
+        self._forwards: dict[int, Forward] = {}
         self._set_start_state_preserved(preserved)
 
     # its life -------------------------------------------------------------------------------------------------------------------
@@ -111,6 +114,17 @@ class DsecSandboxSession(BaseSandboxSession):
 
     def _cwd(self) -> str | None:
         return self._workspace_root_path().as_posix() if self.state.workspace_root_ready else None
+
+    # ports ----------------------------------------------------------------------------------------------------------------------
+    async def _resolve_exposed_port(self, port: int) -> ExposedPortEndpoint:
+        if port not in self._forwards:
+            self._forwards[port] = await Forward.open(self._box, port)
+        return ExposedPortEndpoint(host="127.0.0.1", port=self._forwards[port].port, tls=False)
+
+    async def _after_shutdown(self) -> None:
+        forwards, self._forwards = list(self._forwards.values()), {}
+        for forward in forwards:
+            await forward.close()
 
     # terminals ------------------------------------------------------------------------------------------------------------------
     def supports_pty(self) -> bool:
