@@ -7,7 +7,7 @@
 #include "frame.h"
 #include "node.h"
 
-#define FN_BOXES 64                    // at once, those that wait for a call included
+#define FN_BOXES 160                   // at once, those that wait for a call included; the edge has at most 128 calls under way
 #define FN_GROUP "%s.%d"               // name of a box's groups: the worker's id, the box's number
 #define FN_MARK "worker"               // in its run directory: it may have boxes
 #define FN_FILES 256                   // that one call brings

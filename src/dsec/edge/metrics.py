@@ -55,6 +55,8 @@ class Metrics:
         relief = Counter("dsec_memory_relief", "What was done to sandboxes when memory was short", ["action"], registry=registry)
         self.relief = {action: relief.labels(action) for action in ("reclaim", "pause", "evict")}
         self.paused = Counter("dsec_auto_paused", "Sandboxes paused because they were idle", registry=registry)
+        self._fncalls = Counter("dsec_fncalls", "Function calls, by what became of them", ["kind", "outcome"], registry=registry)
+        self._fncalls_now = Gauge("dsec_fncalls_now", "Function calls under way, calls that wait, residents", ["what"], registry=registry)
         self.orphans = Counter("dsec_orphans_removed", "Sandboxes found on the node that no journal knew", registry=registry)
         self.reconnects = Counter("dsec_supervisor_reconnects", "Supervisor connections that broke and came back", registry=registry)
         self.launcher_restarts = Counter("dsec_launcher_restarts", "Launcher processes that died", registry=registry)
@@ -83,6 +85,15 @@ class Metrics:
     def event(self, kind: str) -> None:
         """A sandbox did or tried something."""
         self._event_kinds[kind].inc()
+
+    def fncall(self, kind: str, outcome: str) -> None:
+        """A function call has ended: an ending, a verdict, or the code of an error."""
+        self._fncalls.labels(kind, outcome).inc()
+
+    def watch_fncalls(self, running: Callable[[], float], waiting: Callable[[], float], residents: Callable[[], float]) -> None:
+        """Where the gauges of function calls are read."""
+        for what, read in (("running", running), ("waiting", waiting), ("residents", residents)):
+            self._fncalls_now.labels(what).set_function(read)
 
     def refused(self, code: str) -> None:
         """A create that was refused or failed with this error code."""

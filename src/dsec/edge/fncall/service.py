@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _KEPT = 4096  # results that are kept for their keys
 _KEPT_FOR = 600.0  # seconds
 _SWEEP = 30.0
+_MOST_SLOTS = 128  # FN_BOXES of the worker, less those that wait
 _FIELDS: dict[FnKind, frozenset[str]] = {  # which fields mean something, beside those of every kind
     FnKind.PYTHON: frozenset(("code", "entry", "args", "kwargs", "argv", "preload")),
     FnKind.SHELL: frozenset(("code", "argv")),
@@ -53,7 +54,7 @@ class FnCalls:
         self.languages = languages.load(config.languages)
         self.devices = devices or Devices.of_host(config.devices)
         cores = len(os.sched_getaffinity(0))
-        self.turns = Turns(config.slots or cores, config.queue)
+        self.turns = Turns(min(config.slots or cores, _MOST_SLOTS), config.queue)
         self._builder = Builder(self.languages)
         self._judge = Judge(self._builder, self.turns)
         self._keys: OrderedDict[str, tuple[bytes, float, asyncio.Task[FnResult]]] = OrderedDict()
@@ -78,6 +79,8 @@ class FnCalls:
 
     async def start(self) -> None:
         """Make the residents that the node shall have from its start on."""
+        turns = self.turns
+        self._edge.counters.watch_fncalls(lambda: turns.running, lambda: turns.waiting, lambda: len(self.residents))
         self._sweeper = self._edge.spawn(self._sweep(), "fncall sweep")
         for image in self._config.environments:
             self._edge.spawn(self._prepare(image), f"resident {image}")
@@ -152,6 +155,15 @@ class FnCalls:
     # one call ---------------------------------------------------------------------------------------------------------------------
 
     async def _run(self, call: FnCall, flow: Flow) -> FnResult:
+        try:
+            result = await self._served(call, flow)
+        except DSecError as error:
+            self._edge.counters.fncall(call.kind, error.code)
+            raise
+        self._edge.counters.fncall(call.kind, result.verdict or result.ending or "not_compiled")
+        return result
+
+    async def _served(self, call: FnCall, flow: Flow) -> FnResult:
         began = time.monotonic()
         resident = await self.residents.get(call.image, call.preload, call.kind is FnKind.PYTHON)
         resident.users += 1
