@@ -14,7 +14,7 @@
 
 #define POLLS (8 + 5 * FN_BOXES)
 #define ACCEPT_MS 30000                // for the edge to come
-#define OUT_MOST (64u << 20)           // replies that wait for the edge to read
+#define OUT_MOST (1ull << 30)          // replies that wait for the edge to read
 #define SPARE_PAUSE_NS 1000000000ull   // after a box could not be made ahead
 
 static struct sandbox *self;
@@ -56,8 +56,8 @@ static void flush(void) {
 
 static void queue(const void *p, size_t n) {
   if (out_used + n > out_cap) {
-    size_t wider = (out_used + n) * 2;
-    uint8_t *to = wider <= OUT_MOST ? realloc(out, wider) : NULL;
+    size_t wider = (out_used + n) * 2 < OUT_MOST ? (out_used + n) * 2 : OUT_MOST;
+    uint8_t *to = out_used + n <= wider ? realloc(out, wider) : NULL;
     if (!to) {
       fprintf(stderr, "aether %s: %zu bytes of results wait for the edge\n", self->spec.id, out_used);
       leave(1);
