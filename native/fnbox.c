@@ -27,6 +27,7 @@
 
 static struct sandbox *resident;
 static struct { int mnt, pid, net; } home;               // the worker's own namespaces
+static struct born { int pidfd, err; } *born;            // shared with the process between
 static char stack[STACK] __attribute__((aligned(16)));
 static int proc_fd;
 
@@ -35,7 +36,8 @@ int fnbox_open(struct sandbox *r, struct fault *f) {
   home.mnt = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
   home.pid = open("/proc/self/ns/pid", O_RDONLY | O_CLOEXEC);
   home.net = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
-  if (home.mnt < 0 || home.pid < 0 || home.net < 0) return fault_host(f, errno, "open the worker's namespaces");
+  born = mmap(NULL, sizeof *born, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (home.mnt < 0 || home.pid < 0 || home.net < 0 || born == MAP_FAILED) return fault_host(f, errno, "open the worker's namespaces");
   if (mkdirat(r->box->root, "box", 0755) && errno != EEXIST) return fault_host(f, errno, "make /box in %s", r->spec.id);
   return 0;
 }
@@ -58,9 +60,9 @@ static void __attribute__((noreturn)) become_one(void) {
 }
 
 // The process between: it is in the box's groups and in the container, shares our descriptors, and makes PID 1 as our child.
-static void __attribute__((noreturn)) between(struct fnbox *b) {
+static void __attribute__((noreturn)) between(const struct fnbox *b) {
   struct clone_args a = {.flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET | CLONE_NEWCGROUP | CLONE_PARENT | CLONE_PIDFD,
-                         .pidfd = (uint64_t)(uintptr_t)&b->born.pidfd};
+                         .pidfd = (uint64_t)(uintptr_t)&born->pidfd};
   int bad = 0;
   for (int i = 0; i < CG_COUNT; i++)
     if (b->box.join[i] >= 0) bad |= write(b->box.join[i], "0", 1) != 1;
@@ -68,7 +70,7 @@ static void __attribute__((noreturn)) between(struct fnbox *b) {
   bad = bad || setns(resident->init_fd, CLONE_NEWNS | CLONE_NEWUTS) || setns(resident->userns_fd, CLONE_NEWUSER);
   pid_t pid = bad ? -1 : sys_clone3(&a);
   if (!pid) become_one();
-  b->born.err = pid < 0 ? errno : 0;     // its number here is one of the container's: of no use to us
+  born->err = pid < 0 ? errno : 0;     // its number here is one of the container's: of no use to us
   _exit(0);
 }
 
@@ -79,11 +81,11 @@ static pid_t pid_of(int pidfd) {
   return pid ? (pid_t)atoi(pid + 5) : -1;
 }
 
-static int namespaces(struct fnbox *b, int warm, int aside, struct fault *f) {
+static int namespaces(struct fnbox *b, int warm, struct fault *f) {
   // what /proc/<pid>/cgroup shows begins at the groups of PID 1: those in which the call's process will be
   int group = warm && b->cpu >= 0 ? resident->cgroup_fd : b->s.cgroup_fd;
-  struct clone_args a = {.flags = CLONE_FILES | CLONE_VFORK | CLONE_INTO_CGROUP | (aside ? CLONE_PARENT : 0), .exit_signal = aside ? 0 : SIGCHLD,
-                         .cgroup = (uint64_t)(unsigned)group};
+  struct clone_args a = {.flags = CLONE_FILES | CLONE_VFORK | CLONE_INTO_CGROUP, .exit_signal = SIGCHLD, .cgroup = (uint64_t)(unsigned)group};
+  *born = (struct born){.pidfd = -1};
   // born in the container's pid namespace: only its children's may be nested in that
   if (setns(resident->init_fd, CLONE_NEWPID)) return fault_host(f, errno, "enter the container of %s", b->id);
   pid_t pid = sys_clone3(&a);
@@ -91,10 +93,10 @@ static int namespaces(struct fnbox *b, int warm, int aside, struct fault *f) {
   int err = errno;
   back(home.pid, CLONE_NEWPID);
   if (pid < 0) return fault_lack(f, "processes", err, "start a process for %s", b->id);
-  b->born.between = pid;
-  if (b->born.pidfd < 0) return fault_lack(f, "namespaces", b->born.err ? b->born.err : EAGAIN, "make the namespaces of %s", b->id);
-  b->s.init_fd = b->born.pidfd;
-  b->s.init = pid_of(b->born.pidfd);
+  while (waitpid(pid, NULL, 0) < 0 && errno == EINTR) {}
+  if (born->pidfd < 0) return fault_lack(f, "namespaces", born->err ? born->err : EAGAIN, "make the namespaces of %s", b->id);
+  b->s.init_fd = born->pidfd;
+  b->s.init = pid_of(born->pidfd);
   return b->s.init > 0 ? 0 : fault_set(f, "internal", errno, "find PID 1 of %s", b->id);
 }
 
@@ -190,7 +192,7 @@ static int look_inside(struct fnbox *b, struct fault *f) {
 }
 
 void fnbox_plan(struct fnbox *b, int number, uint64_t serial) {
-  *b = (struct fnbox){.scratch = -1, .cpu = -1, .cpu_join = -1, .born.pidfd = -1, .uid = FIRST_UID + (uint32_t)(serial % UIDS)};
+  *b = (struct fnbox){.scratch = -1, .cpu = -1, .cpu_join = -1, .uid = FIRST_UID + (uint32_t)(serial % UIDS)};
   snprintf(b->id, sizeof b->id, FN_GROUP, resident->spec.id, number);
   snprintf(b->user, sizeof b->user, "%u:%u", b->uid, b->uid);
   b->s = (struct sandbox){.init_fd = -1, .listen_fd = -1, .cgroup_fd = -1, .devpts_fd = -1, .oom_fd = -1, .own_net = 1, .box = &b->box};
@@ -202,18 +204,12 @@ void fnbox_plan(struct fnbox *b, int number, uint64_t serial) {
   for (int i = 0; i < CG_COUNT; i++) b->box.v1[i] = b->box.join[i] = -1;
 }
 
-int fnbox_build(struct fnbox *b, int warm, int aside, struct fault *f) {
+int fnbox_build(struct fnbox *b, int warm, struct fault *f) {
   proc_fd = -1;
-  int bad = cgroup_make(&b->s, f) || cgroup_groups(&b->s, f) || clock_make(b, f) || scratch(b, f) || namespaces(b, warm, aside, f) || loopback(b, f) ||
+  int bad = cgroup_make(&b->s, f) || cgroup_groups(&b->s, f) || clock_make(b, f) || scratch(b, f) || namespaces(b, warm, f) || loopback(b, f) ||
             proc(b, f) || tree(b, f) || look_inside(b, f);
   close_fd(&proc_fd);
   return bad ? -1 : 0;
-}
-
-// It has ended, and would count against the call's processes until it is reaped.
-void fnbox_settle(struct fnbox *b) {
-  while (b->born.between > 0 && waitpid(b->born.between, NULL, __WALL) < 0 && errno == EINTR) {}
-  b->born.between = 0;
 }
 
 int fnbox_resize(struct fnbox *b, uint64_t disk, struct fault *f) {

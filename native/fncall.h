@@ -25,15 +25,11 @@ struct fnbox {
   char id[96], user[32];
   uint32_t uid;                        // inside
   int cpu, cpu_join;                   // its group for CPU time in v1 and that group's `tasks`; -1: its v2 group has the time
-  struct { int pidfd, err; pid_t between; } born; // how its PID 1 came, as the process between said
   int scratch;                         // its tmpfs, with /box as w, /tmp as t, /var/tmp as v, /dev/shm as s
 };
 int fnbox_open(struct sandbox *resident, struct fault *f);              // once, first
 void fnbox_plan(struct fnbox *b, int number, uint64_t serial);
-// Of one that was planned, in memory that is shared. aside: by a process of the worker's that has its descriptors, for the worker to own. On
-// an error what there is of it is to be killed and removed.
-int fnbox_build(struct fnbox *b, int warm, int aside, struct fault *f); // warm: for the zygote
-void fnbox_settle(struct fnbox *b);                                      // when it was built, by the worker: who built it is gone
+int fnbox_build(struct fnbox *b, int warm, struct fault *f);            // warm: for the zygote; -1: what there is of it is to be killed and removed
 int fnbox_resize(struct fnbox *b, uint64_t disk, struct fault *f);
 int fnbox_devices(struct fnbox *b, const char *const *devices, int n, struct fault *f); // "major:minor:name below /dev" of character devices
 int fnbox_work(const struct fnbox *b);                                  // its /box, to be closed
@@ -80,7 +76,7 @@ struct pollfd;
 int calls_poll(struct pollfd *p, int most, uint64_t *wake);            // what to wait for, and until when at most (CLOCK_MONOTONIC)
 void calls_serve(const struct pollfd *p, int n);
 void calls_tick(void);                                                  // limits of time
-int calls_spare(void);                                                  // begins a box ahead of calls; 0: nothing to begin, -1: it failed
+int calls_spare(void);                                                  // makes one box ahead; 0: there is nothing to make, -1: it failed
 void calls_zygote(uint64_t serial, int status, uint64_t rss);
 int calls_boxes(void);                                                  // boxes that are there
 #endif

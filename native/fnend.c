@@ -218,10 +218,6 @@ int calls_poll(struct pollfd *p, int most, uint64_t *wake) {
   for (int i = 0; i < FN_BOXES && n + 5 <= most; i++) {
     struct call *c = &calls[i];
     if (c->state == FREE) continue;
-    if (c->state == MAKING) {
-      p[n++] = (struct pollfd){.fd = c->pidfd, .events = POLLIN};
-      continue;
-    }
     for (int k = 0; k < STREAMS; k++)
       if (FD_OF(c, k) >= 0 && c->state != ENDING) p[n++] = (struct pollfd){.fd = FD_OF(c, k), .events = POLLIN};
     if (c->state == STARTING && !c->warm) p[n++] = (struct pollfd){.fd = c->start.status, .events = POLLIN};
@@ -248,10 +244,6 @@ void calls_serve(const struct pollfd *p, int n) {
     if (c->state == FREE) continue;
     if (c->state == ENDING) {
       settle(c);
-      continue;
-    }
-    if (c->state == MAKING) {
-      if (!p || has(p, n, c->pidfd)) call_made(c);
       continue;
     }
     for (int k = 0; k < STREAMS; k++)

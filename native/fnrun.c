@@ -3,15 +3,11 @@
 #include "fnrun.h"
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/sched.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #include "start.h"
 #include "util.h"
@@ -34,8 +30,7 @@ static cpu_set_t allowed;
 
 int calls_open(struct sandbox *r) {
   resident = r;
-  calls = mmap(NULL, FN_BOXES * sizeof *calls, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (calls == MAP_FAILED) return -1;
+  if (!(calls = calloc(FN_BOXES, sizeof *calls))) return -1;
   sched_getaffinity(0, sizeof allowed, &allowed);
   cpus = CPU_COUNT(&allowed);
   ahead = cpus + 1 < FN_BOXES / 4 ? cpus + 1 : FN_BOXES / 4;
@@ -123,7 +118,6 @@ static struct call *plan(int warm, struct fault *f) {
 // It is built, or what there is of it goes.
 static int built(struct call *c, int bad, struct fault *f) {
   c->state = WAITING;
-  fnbox_settle(&c->box);
   if (!bad && (!c->warm || !arm(c, f))) return 0;
   fnbox_kill(&c->box);
   call_forget(c);
@@ -133,41 +127,11 @@ static int built(struct call *c, int bad, struct fault *f) {
 
 static struct call *make(int warm, struct fault *f) {
   struct call *c = plan(warm, f);
-  return c && !built(c, fnbox_build(&c->box, warm, 0, f), f) ? c : NULL;
-}
-
-// By a process of its own, which shares our descriptors: a call that comes meanwhile does not wait for it.
-static int make_aside(int warm, struct fault *f) {
-  struct call *c = plan(warm, f);
-  struct clone_args a = {.flags = CLONE_FILES | CLONE_PIDFD, .exit_signal = SIGCHLD};
-  if (!c) return -1;
-  a.pidfd = (uint64_t)(uintptr_t)&c->pidfd;
-  pid_t parent = getpid();
-  c->pid = sys_clone3(&a);
-  if (!c->pid) {
-    if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) || getppid() != parent) _exit(1);
-    int bad = fnbox_build(&c->box, warm, 1, f);
-    if (bad) fprintf(stderr, "aether %s: %s\n", resident->spec.id, f->message);
-    _exit(bad ? 1 : 0);
-  }
-  if (c->pid < 0) return fault_host(f, errno, "start a maker of boxes");
-  c->state = MAKING;
-  return 0;
-}
-
-void call_made(struct call *c) {
-  struct fault f = {0};
-  int status = 0;
-  if (waitpid(c->pid, &status, WNOHANG) == 0) return;
-  close_fd(&c->pidfd);
-  c->pid = 0;
-  if (built(c, status, &f) && f.code) fprintf(stderr, "aether %s: %s\n", resident->spec.id, f.message);
+  return c && !built(c, fnbox_build(&c->box, warm, f), f) ? c : NULL;
 }
 
 int calls_spare(void) {
   uint64_t now = now_ns();
-  for (int i = 0; i < FN_BOXES; i++)
-    if (calls[i].state == MAKING) return 0;              // one at a time
   for (int warm = 1; warm >= 0; warm--) {
     int have = 0;
     if (warm && zygote_socket() < 0) continue;
@@ -175,7 +139,7 @@ int calls_spare(void) {
     for (int i = 0; i < FN_BOXES; i++) have += calls[i].state == WAITING && calls[i].warm == warm && !calls[i].given;
     if (have >= ahead) continue;
     struct fault f = {0};
-    if (!make_aside(warm, &f)) return 1;
+    if (make(warm, &f)) return 1;
     fprintf(stderr, "aether %s: %s\n", resident->spec.id, f.message);
     return -1;
   }
@@ -340,7 +304,7 @@ static int give(struct call *c, uint32_t request, uint8_t part, const struct wis
 }
 
 void call_spoil(struct call *c) {
-  if (!c || c->state == FREE || c->state == MAKING) return;
+  if (!c || c->state == FREE) return;
   if (c->state == STARTING && !c->warm) start_abandon(&c->start), c->start.pidfd = -1;
   fnbox_kill(&c->box);
   call_forget(c);

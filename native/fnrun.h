@@ -5,7 +5,7 @@
 
 #define LOOK_NS 2000000ull             // CPU time is looked at no more often than this
 
-enum state { FREE, MAKING, WAITING, STARTING, RUNNING, ENDING };
+enum state { FREE, WAITING, STARTING, RUNNING, ENDING };
 enum { OUT, ERR, VALUE, STREAMS };
 
 struct stream { int fd; uint8_t *p; size_t n, cap; uint64_t total, most; };
@@ -21,7 +21,7 @@ struct call {
   uint32_t request;
   uint8_t part;                        // 1: the second of a pair
   struct start start;
-  pid_t pid;                           // its program's; while it is made, its maker's
+  pid_t pid;                           // its program's
   int pidfd, cpu;                      // cpu: the one that it has for itself, -1
   struct stream stream[STREAMS];
   uint64_t began, cpu_base, cpu_next, wall_most, cpu_most, flags;
@@ -31,11 +31,10 @@ struct call {
   int ncollect;
 };
 
-extern struct call *calls;             // FN_BOXES of them, shared with makers
+extern struct call *calls;             // FN_BOXES of them
 
 void call_clock(struct call *c);       // its time counts from now
 int call_job(struct call *c, struct fault *f); // to the interpreter's child
-void call_made(struct call *c);        // its maker ended
 void call_spoil(struct call *c);       // whatever it is at: nobody waits for it any more
 void call_forget(struct call *c);      // lets go of all but the box
 uint64_t call_cpu(const struct call *c); // nanoseconds so far
