@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dsec.cli import (
+    autotrain,
     cert,
     copying,
     e2b,
@@ -78,4 +79,5 @@ app.add_typer(pools.app, name="pool")
 app.add_typer(fncall.app, name="fn")
 app.add_typer(e2b.app, name="e2b")
 app.add_typer(rollout.app, name="rollout")
+app.add_typer(autotrain.app, name="autotrain")
 app.add_typer(machine.config_app, name="config")
