@@ -27,7 +27,8 @@ from dsec.autotrain.families import FAMILIES, draw
 from dsec.autotrain.ledger import Ledger
 from dsec.autotrain.spec import TINY, Spec
 from dsec.autotrain.tiny import SHIPPED
-from libdsec import DSecClient, DSecError, Unavailable
+from libdsec import DSecClient, DSecError
+from libdsec.errors import Unavailable
 
 TRIES = len(probe.SCORES)
 AGAIN = 3  # times that an episode is made again when the infrastructure fails

@@ -76,7 +76,7 @@ def score(tries: Sequence[Verdict]) -> float:
 
 
 async def probe(client: DSecClient, spec: Spec, files: Mapping[str, bytes], smoke: Smoke | None = None, patience: float = 30.0) -> Verdict:
-    """Check the files of a job. `smoke` runs one step of it, as an executor does, and says what share of the groups taught something.
+    """Check the files of a job. `smoke` runs its first steps, as an executor does, and says what share of the groups taught something.
     `patience`: seconds for each request to the bundle's code.
     What the infrastructure does wrong is raised (DSecError), and no verdict."""
     try:
@@ -90,7 +90,7 @@ async def probe(client: DSecClient, spec: Spec, files: Mapping[str, bytes], smok
         finally:
             await runner.box.stop()
         if smoke is not None and not await smoke(bundle):
-            return Verdict("no_signal", "one step was run, and in every group all rewards were alike")
+            return Verdict("no_signal", "in every group of the first steps all rewards were alike")
     except BundleFault as fault:
         return Verdict(_limit(fault, "load"), f"{fault.kind}: {fault.detail}")
     except BundleError as error:

@@ -23,6 +23,7 @@ from dsec.autotrain.families.words import compact
 from dsec.autotrain.runner import BundleFault, Runner, open_runner
 from libdsec import Command, DSecClient, DSecError, Exit, Sandbox, Stdout
 
+SMOKE = 3  # steps: of one, all groups may be of tasks that the model always solves
 ROWS = 2000  # of the taskset: training draws from these
 _CHECKPOINT, _WEIGHTS = "checkpoint.pt", "model.safetensors"
 
@@ -92,14 +93,15 @@ class TinyExecutor:
             await self.cancel(job)
 
     async def smoke(self, bundle: Bundle) -> float:
-        """One step of it: the share of groups whose members were not all rewarded alike. BundleFault when it fails."""
+        """Its first steps: the share of groups whose members were not all rewarded alike. BundleFault when it fails."""
         with tempfile.TemporaryDirectory(prefix="dsec-smoke-") as directory:
-            running = _Running(bundle, Path(directory), Status(State.RUNNING, steps=1), labels={"autotrain": "smoke"})
+            status = Status(State.RUNNING, steps=min(SMOKE, bundle.config.max_steps))
+            running = _Running(bundle, Path(directory), status, labels={"autotrain": "smoke"})
             async with self._places, asyncio.timeout(self._deadline):
                 await self._train(running)
         if not running.status.metrics:
             raise BundleFault(running.status.code or "load", running.status.detail)
-        return float(running.status.metrics[0]["signal"])
+        return sum(float(step["signal"]) for step in running.status.metrics) / len(running.status.metrics)
 
     async def _run(self, running: _Running) -> None:
         status = running.status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,8 +68,8 @@ class Model(nn.Module):
 
     def save(self, path: Path) -> None:
         """Weights as safetensors; the shape stands in the metadata."""
-        shape = {name: str(value) for name, value in asdict(self.shape).items()}
-        save_file({name: value.contiguous() for name, value in self.state_dict().items()}, path, metadata=shape)
+        told = {"shape": json.dumps(asdict(self.shape))}  # one entry: of several the order would differ from file to file
+        save_file({name: value.contiguous() for name, value in self.state_dict().items()}, path, metadata=told)
 
     @classmethod
     def load(cls, path: Path, device: str = "cpu") -> Model:
@@ -78,9 +79,9 @@ class Model(nn.Module):
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata() or {}
         try:
-            model = cls(Shape(**{name: int(metadata[name]) for name in ("width", "layers", "heads")}))
+            model = cls(Shape(**json.loads(metadata["shape"])))
             model.load_state_dict(load_file(path))
-        except (KeyError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path}: not a tiny model: {error}") from error
         return model.to(device)
 
