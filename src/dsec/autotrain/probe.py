@@ -2,7 +2,7 @@
 
 Codes, in this order: schema, budget, lint, import, load, nondeterministic, duplicate, leak, gold_fails, tools, turns, tokens,
 reward_nonfinite, reward_range, noop_passes, reward_order, no_signal; and timeout, memory, output where the bundle's code ran into a limit.
-They are an author's training signal: they do not change. The bundle's code runs in a sandbox without network; what it says of itself is
+They are an author's training signal: they do not change. The bundle's code runs in boxes without network; what it says of itself is
 checked against what the platform knows of the family.
 """
 
@@ -19,7 +19,7 @@ from dsec.autotrain.bundle import Bundle, BundleError, parse
 from dsec.autotrain.families import SPLITS, Task, Tools, observation, split_of
 from dsec.autotrain.families.conversation import messages, named
 from dsec.autotrain.families.words import compact
-from dsec.autotrain.runner import BundleFault, Runner, open_runner
+from dsec.autotrain.runner import BundleFault, Runner
 from dsec.autotrain.spec import Spec
 from libdsec import DSecClient
 
@@ -84,11 +84,7 @@ async def probe(client: DSecClient, spec: Spec, files: Mapping[str, bytes], smok
         if bundle.job.spec != spec.hash or bundle.job.base != spec.base or bundle.job.budget != spec.budget:
             return Verdict("schema", "job.toml: spec, base and budget are not the task's")
         _lint(bundle)
-        runner = await open_runner(client, bundle, {"autotrain": "probe"}, patience)
-        try:
-            await _run(bundle, runner)
-        finally:
-            await runner.box.stop()
+        await _run(bundle, Runner(client, bundle, patience))
         if smoke is not None and not await smoke(bundle):
             return Verdict("no_signal", "in every group of the first steps all rewards were alike")
     except BundleFault as fault:

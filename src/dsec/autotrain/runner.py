@@ -1,21 +1,19 @@
-"""Where a bundle's own code runs: a sandbox without network, torch or anything of the platform, one process for each request."""
-
+"""Where a bundle's own code runs: function calls, each in a box of its own without network or anything of the platform. Nothing is kept."""
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsec.autotrain.bundle import PACKAGES, Bundle
-from libdsec import DSecClient, DSecContainerRunArgs, Ending, ExecResult, Sandbox
+from libdsec import DSecClient, Ending, FnCallArgs, FnLimits, FnResult
 
 IMAGE = "bookworm"
-_HOME, _INSIDE = "/opt/bundle", Path(__file__).with_name("inside")
+_INSIDE = Path(__file__).with_name("inside")
 _ANSWER_BYTES = 16 << 20
-_USER = "nobody"
+_RUN = "/box/inside/run.py"
+_WARM = "import runpy, sys\nsys.path[:0] = {paths!r}\nrunpy.run_path({run!r}, run_name='__main__')"
 
 
 class BundleFault(Exception):
@@ -29,11 +27,16 @@ class BundleFault(Exception):
 class Runner:
     """Requests on one bundle's environment package. Its answers are the bundle's word, not the platform's. `patience`: seconds for each."""
 
-    def __init__(self, box: Sandbox, bundle: Bundle, patience: float) -> None:
-        self.box, self.bundle, self.patience = box, bundle, patience
+    def __init__(self, client: DSecClient, bundle: Bundle, patience: float = 30.0) -> None:
+        self._client, self._bundle, self._patience = client, bundle, patience
+        self.cpu_seconds = 0.0
+        inside = {f"inside/{p.relative_to(_INSIDE).as_posix()}": p.read_bytes() for p in _INSIDE.rglob("*.py")}
+        package = {f"bundle/{name}": data for name, data in bundle.files.items() if name.startswith(f"{PACKAGES}/")}
+        self._files = {**inside, **package}
+        self._paths = ["/box/inside", f"/box/bundle/{PACKAGES}/{bundle.package}"]
 
-    async def load(self, count: int, *, hash_seed: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
-        """The first rows of the taskset, and the names of its tools."""
+    async def load(self, count: int, *, hash_seed: int | None = None) -> tuple[list[dict[str, Any]], list[str]]:
+        """The first rows of the taskset, and the names of its tools. `hash_seed`: in a Python of its own that salts its hashes with it."""
         answer = await self._ask({"do": "load", "count": count}, hash_seed)
         return _typed(answer, "rows", list), _typed(answer, "tools", list)
 
@@ -49,22 +52,18 @@ class Runner:
         """Whether each row's gold solution holds, by the package's own word."""
         return self._of_length(await self._ask({"do": "validate", "rows": rows}), "valid", len(rows))
 
-    async def _ask(self, request: dict[str, Any], hash_seed: int = 0) -> dict[str, Any]:
-        body = json.dumps({"package": self.bundle.package, "settings": self.bundle.settings, **request})
-        env = {
-            "PYTHONPATH": f"{_HOME}/{PACKAGES}/{self.bundle.package}:/opt/inside",
-            "PYTHONHASHSEED": str(hash_seed),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        result = await self.box.exec(
-            ["python3", "-S", "/opt/inside/run.py"],
-            stdin=body,
-            env=env,
-            user=_USER,
-            cwd="/tmp",
-            timeout=self.patience,
-            output_bytes=_ANSWER_BYTES,
-        )
+    async def _ask(self, request: dict[str, Any], hash_seed: int | None = None) -> dict[str, Any]:
+        body = json.dumps({"package": self._bundle.package, "settings": self._bundle.settings, **request})
+        limits = FnLimits(wall=self._patience, memory_mb=512, disk_mb=64, pids=32, output_bytes=_ANSWER_BYTES)
+        call = FnCallArgs(image=IMAGE, files=self._files, stdin=body, limits=limits)
+        if hash_seed is None:
+            call.code = _WARM.format(paths=self._paths, run=_RUN)
+        else:
+            call.kind, call.argv = "custom", ["/usr/bin/python3", "-S", _RUN]
+            call.env = {"PYTHONPATH": ":".join(self._paths), "PYTHONHASHSEED": str(hash_seed), "PYTHONDONTWRITEBYTECODE": "1"}
+        result = await self._client.run_fncall(call)
+        if result.usage is not None:
+            self.cpu_seconds += result.usage.cpu
         if fault := _fault(result):
             raise fault
         try:
@@ -85,36 +84,12 @@ class Runner:
         return list(values)
 
 
-async def open_runner(client: DSecClient, bundle: Bundle, labels: Mapping[str, str], patience: float = 30.0) -> Runner:
-    """A sandbox with the bundle's package in it. Whoever opens it stops `.box`."""
-    args = DSecContainerRunArgs(
-        container_image=IMAGE,
-        memory_limit_mb=512,
-        cpu_cores_limit=1,
-        disk_mb=64,
-        pids=32,
-        max_lifetime=3600,
-        ttl_running_stop=600,
-        labels=labels,
-    )
-    box = await client.run_container(args)
-    try:
-        await box.files.upload_tar([_tar(bundle.files)], _HOME)
-        inside = {p.relative_to(_INSIDE).as_posix(): p.read_bytes() for p in _INSIDE.rglob("*.py")}
-        await box.files.upload_tar([_tar(inside)], "/opt/inside")
-    except BaseException:
-        await box.stop()
-        raise
-    return Runner(box, bundle, patience)
-
-
-def _fault(result: ExecResult) -> BundleFault | None:
-    if result.ending is Ending.EXITED and result.exit_code == 0:
-        return BundleFault("output", f"more than {_ANSWER_BYTES >> 20} MiB") if result.truncated else None
-    kind = {Ending.TIMEOUT: "timeout", Ending.OOM: "memory"}.get(result.ending, "killed")
-    return BundleFault(
-        kind, f"{result.ending.value} {result.exit_code if result.exit_code is not None else ''} {result.stderr_text[-500:]}".strip()
-    )
+def _fault(result: FnResult) -> BundleFault | None:
+    if result.ok:
+        return BundleFault("output", f"more than {_ANSWER_BYTES >> 20} MiB") if result.stdout_dropped else None
+    kind = {Ending.TIMEOUT: "timeout", Ending.OOM: "memory"}.get(result.ending or Ending.KILLED, "killed")
+    how = f"{result.ending.value if result.ending else ''} {result.exit_code if result.exit_code is not None else ''}".strip()
+    return BundleFault(kind, f"{how} {result.stderr_text[-500:]}".strip())
 
 
 def _typed(answer: dict[str, Any], name: str, kind: type) -> Any:
@@ -122,13 +97,3 @@ def _typed(answer: dict[str, Any], name: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise BundleFault("no_answer", f"{name} is missing")
     return value
-
-
-def _tar(files: Mapping[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for name, data in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o644
-            tar.addfile(entry, io.BytesIO(data))
-    return out.getvalue()

@@ -1,5 +1,5 @@
-"""cpu-tiny: GRPO on the tiny model. The trainer is in one sandbox, the bundle's tools and reward in another; they meet only
-through this module.
+"""cpu-tiny: GRPO on the tiny model. The trainer is in a sandbox, the bundle's tools and reward run as function calls; they meet
+only here.
 
 What a job needs to go on after a kill (its checkpoint) is copied out of the sandbox into the job's directory as it is written.
 """
@@ -20,7 +20,7 @@ from dsec.autotrain.bundle import Bundle
 from dsec.autotrain.executors.base import State, Status
 from dsec.autotrain.families.conversation import messages, named
 from dsec.autotrain.families.words import compact
-from dsec.autotrain.runner import BundleFault, Runner, open_runner
+from dsec.autotrain.runner import BundleFault, Runner
 from libdsec import Command, DSecClient, DSecError, Exit, Sandbox, Stdout
 
 SMOKE = 3  # steps: of one, all groups may be of tasks that the model always solves
@@ -119,15 +119,14 @@ class TinyExecutor:
     async def _train(self, running: _Running) -> None:
         bundle = running.bundle
         async with contextlib.AsyncExitStack() as stack:
-            runner = await open_runner(self._client, bundle, running.labels)
-            stack.push_async_callback(runner.box.stop)
+            runner = Runner(self._client, bundle)
             rows, tools = await runner.load(ROWS)
             talks = _Talks(runner, rows, set(tools))
             box = await boxes.open_box(self._client, running.labels)
             stack.push_async_callback(box.stop)
             command = await self._begin(box, running, talks.lines)
             await self._follow(box, command, running, talks)
-            running.status.cpu_seconds = (await box.usage()).cpu_seconds + (await runner.box.usage()).cpu_seconds
+            running.status.cpu_seconds = (await box.usage()).cpu_seconds + runner.cpu_seconds
 
     async def _begin(self, box: Sandbox, running: _Running, lines: list[str]) -> Command:
         config, seed = running.bundle.config, running.bundle.job.seed

@@ -1,4 +1,4 @@
-"""Runs one request on a bundle's environment package, in a sandbox: JSON on stdin, JSON on stdout. Nothing is kept between requests.
+"""Runs one request on a bundle's environment package, in a box of its own: JSON on stdin, JSON on stdout. Nothing is kept between requests.
 
     {"do": "load", "package": P, "settings": {...}, "count": n}   -> {"rows": [...], "tools": [...]}
     {"do": "tools", ..., "calls": [[row, tool, arguments], ...]}  -> {"values": [text or null, ...]}
@@ -19,7 +19,7 @@ import sys
 import traceback
 from typing import Any
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = "/box/inside"
 
 
 def main() -> None:
