@@ -16,7 +16,7 @@ from libdsec import DSecClient, DSecContainerRunArgs, DSecMicroVMRunArgs, Sandbo
 
 MakeBox = Callable[..., Awaitable[Sandbox]]
 BACKENDS = {"container": DSecContainerRunArgs, "microvm": DSecMicroVMRunArgs}
-LACKS = {"microvm": {"sessions", "memory_disk", "cpu_class", "pack_diff", "fork_memory", "ports", "watch"}}  # of what cases ask for by mark
+LACKS = {"microvm": {"sessions", "memory_disk", "cpu_class", "pack_diff", "ports", "watch"}}  # of what cases ask for by mark
 QUICK = {
     "test_c17_a_background_helper_does_not_keep_exec_open", "test_c18_timeout_reaches_the_whole_tree",
     "test_c20_signal_death_is_neither_timeout_nor_oom", "test_c28_oom_is_told_apart_and_the_sandbox_lives", "test_file_verbs",
