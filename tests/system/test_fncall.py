@@ -256,7 +256,7 @@ async def test_a_node_of_ones_own_with_a_short_queue_and_devices(tmp_path: Path)
         flags = (await client.node()).capabilities["fncall"]
         assert flags["batch"] and flags["limits"] and flags["verdicts"] and flags["call_isolation"] and flags["gpu"] and not flags["snapshot"]
         await _with_a_device(client, file)
-        assert await client.metric("dsec_fncalls", kind="shell", outcome="exited") >= 8
+        assert await client.metric("dsec_fncalls_total", kind="shell", outcome="exited") >= 8
         assert await client.metric("dsec_fncalls_now", what="residents") == 1 and await client.metric("dsec_fncalls_now", what="running") == 0
         worker, supervisor = next(iter(_workers(own).items()))
         own.kill()
