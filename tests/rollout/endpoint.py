@@ -30,6 +30,7 @@ class Endpoint:
         self.lock = threading.Lock()
         self.fail = 0  # so many requests are answered with 503
         self.refuse = False  # with 400
+        self.why = "told to"
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -67,7 +68,7 @@ class Endpoint:
             failing = self.fail > 0
             self.fail -= failing
         if failing or self.refuse:
-            data = b'{"error": {"message": "told to"}}'
+            data = json.dumps({"error": {"message": self.why}}).encode()
             handler.send_response(503 if failing else 400)
             handler.send_header("content-length", str(len(data)))
             handler.end_headers()

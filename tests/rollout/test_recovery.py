@@ -8,6 +8,8 @@ import signal
 import time
 from typing import Any
 
+import pytest
+
 from dsec.rollout.client import RolloutClient
 from dsec.rollout.schema import (
     AnyEvent,
@@ -26,6 +28,7 @@ from dsec.rollout.schema import (
     Turn,
 )
 from libdsec import DSecClient
+from libdsec.errors import IdempotencyConflict
 from tests.harness import Node, frozen, supervisor_pid
 from tests.rollout.conftest import ServiceProcess
 from tests.rollout.endpoint import Endpoint
@@ -125,6 +128,19 @@ async def test_a_trainer_that_vanishes_leaves_its_rollouts_standing(rollouts: Ro
     assert {version for _, version in versions} == {0, 5}
 
 
+async def test_a_trainer_that_was_only_slow_goes_on(rollouts: RolloutClient) -> None:
+    job = await rollouts.job("slow", JobSpec(policy=PolicySpec(kind="script"), lease=0.3))
+    await job.close()
+    end = time.monotonic() + 20
+    while (await rollouts.info("slow")).state != "preempted":
+        assert time.monotonic() < end
+        await asyncio.sleep(0.05)
+    assert (await job.set_version(1)).state == "running"
+    await (await rollouts.attach("slow")).close()
+    with pytest.raises(IdempotencyConflict):
+        await job.set_version(2)
+
+
 async def test_a_generation_goes_on_from_its_tokens(rollouts: RolloutClient, python_image: str) -> None:
     text = "".join(chr(97 + n % 26) for n in range(120))
     for token_ids, name in ((True, "tokens"), (False, "text")):
@@ -161,6 +177,10 @@ async def test_an_endpoint_that_fails_is_asked_again_and_one_that_refuses_is_not
             await job.submit("c", [Task(prompt="p", image=python_image)])
             (sample,) = [sample async for sample in job.samples()]
             assert (sample.end.cause, sample.end.masked) == (Cause.POLICY, True) and "told to" in sample.end.detail
+            endpoint.why = "This model's maximum context length is 4096 tokens"
+            await job.submit("d", [Task(prompt="p", image=python_image)])
+            (sample,) = [sample async for sample in job.samples()]
+            assert (sample.end.cause, sample.end.masked) == (Cause.LIMIT, False), "a conversation that grew too long is the agent's"
 
 
 async def test_limits_stale_samples_and_cancelled_ones_are_typed(rollouts: RolloutClient, client: DSecClient, busybox_image: str) -> None:

@@ -30,6 +30,11 @@ def ask(messages, **more):
         return json.loads(data)["choices"][0]["message"]["content"]
     chunks = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {")]
     return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+import urllib.error
+try:
+    ask("no list")
+except urllib.error.HTTPError as error:
+    assert error.code == 400, error
 messages = [{"role": "user", "content": os.environ["TASK_PROMPT"]}]
 for turn in range(4):
     said = ask(messages, stream=turn % 2 == 1, max_tokens=100)

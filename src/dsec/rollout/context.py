@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsec.rollout.boxes import Lost, steadily
 from dsec.rollout.budget import Exhausted
-from dsec.rollout.policy import Answer, Piece, Refused, Request, Unreachable
+from dsec.rollout.policy import Answer, Away, Piece, Refused, Request, Unreachable
 from dsec.rollout.schema import (
     AnyEvent,
     Boxed,
@@ -102,7 +102,11 @@ class Context:
             if self.turns >= self.task.limits.turns:
                 raise Exhausted(Cause.LIMIT, f"turns: {self.turns}")
             if given is None:
-                turn = await self._generation(op, request)
+                try:
+                    turn = await self._generation(op, request)
+                except Refused:
+                    self._next = op  # it was not answered: what comes next has its place
+                    raise
             else:
                 now = time.time()
                 turn = Turn(op=op, message=given, asked=request.asked(), finish="given", began=now, first=now)
@@ -168,7 +172,7 @@ class Context:
                     failed, pause = time.monotonic(), 0.05
                     self.note("endpoint lost", str(error))
                 if time.monotonic() - failed > job.policy.spec.patience:
-                    raise Refused(f"the endpoint was away for {job.policy.spec.patience:g} s: {error}") from error
+                    raise Away(f"the endpoint was away for {job.policy.spec.patience:g} s: {error}") from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
         turn.message = Message(role="assistant", content=answer.text, tool_calls=answer.calls)

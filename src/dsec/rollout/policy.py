@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from dsec.rollout.schema import Continuation, Message, PolicySpec, Sampling, Too
 
 CONNECT_TIMEOUT = 10.0
 LINE_MAX = 16 << 20
+_FULL = re.compile(r"context[ _](length|window|size)|maximum[^.]{0,40}tokens|exceeds? [^.]{0,40}context", re.IGNORECASE)
 
 
 class Unreachable(Exception):
@@ -30,6 +32,14 @@ class Unreachable(Exception):
 
 class Refused(Exception):
     """The endpoint will not answer this request."""
+
+
+class Away(Refused):
+    """The endpoint could not be reached for as long as the policy's patience."""
+
+
+class ContextFull(Refused):
+    """The conversation is longer than the model reads: the agent's doing."""
 
 
 @dataclass
@@ -188,7 +198,8 @@ class Endpoint:
         text = (await response.aread())[:500].decode("utf-8", "replace")
         if response.status_code in (408, 409, 425, 429) or response.status_code >= 500:
             raise Unreachable(f"HTTP {response.status_code}: {text}")
-        raise Refused(f"HTTP {response.status_code}: {text}")
+        kind = ContextFull if response.status_code in (400, 413) and _FULL.search(text) else Refused
+        raise kind(f"HTTP {response.status_code}: {text}")
 
     def _take(self, event: dict[str, Any], piece: Piece, calls: dict[int, dict[str, str]]) -> None:
         if "error" in event:

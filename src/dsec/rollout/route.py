@@ -33,6 +33,11 @@ class RouteBroke(Exception):
     """The relay inside has ended, or its output was lost: the agent can ask nothing more."""
 
 
+class _Request(msgspec.Struct):
+    n: int
+    body: dict[str, Any]
+
+
 class Route:
     """Of one sandbox."""
 
@@ -48,10 +53,12 @@ class Route:
         argv = ["python3", "-u", "-c", SOURCE.read_text(), str(PORT)]
         self._command = await self._box.start(argv, id=f"{self._ctx.id}-route", open_stdin=True, output_bytes=KEPT)
 
-    async def request(self) -> dict[str, Any]:
-        """The next request, and from here on it is taken. May be cancelled, and asked again. RouteBroke."""
+    async def request(self) -> tuple[int, dict[str, Any]]:
+        """The number and body of the next request, and from here on it is taken. May be cancelled, and asked again. RouteBroke."""
         try:
             while b"\n" not in self._rest:
+                if len(self._rest) > KEPT:
+                    raise RouteBroke(f"a request of the agent is longer than {KEPT} bytes")
                 if self._stream is None:
                     assert self._command is not None
                     self._stream = self._command.stream(stdout_offset=self._offset + len(self._rest))
@@ -70,8 +77,9 @@ class Route:
         line, _, self._rest = self._rest.partition(b"\n")
         self._offset += len(line) + 1
         try:
-            return msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+            request = msgspec.json.decode(line, type=_Request)
+            return request.n, request.body
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RouteBroke(f"the agent wrote into the model route: {line[:100]!r}") from error
 
     @property
@@ -101,6 +109,8 @@ def asked(body: dict[str, Any], base: Sampling) -> tuple[list[Message], list[Any
     if not isinstance(body.get("messages"), list):
         raise ValueError("messages is missing")
     messages = [read_message(message) for message in body["messages"]]
+    if not isinstance(body.get("tools") or [], list):
+        raise ValueError("tools is not a list")
     limits = [n for n in (base.max_tokens, body.get("max_completion_tokens"), body.get("max_tokens")) if isinstance(n, int) and n > 0]
     stop = body.get("stop")
     sampling = msgspec.structs.replace(

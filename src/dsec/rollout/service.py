@@ -10,7 +10,7 @@ from typing import Any
 
 from dsec.rollout import scaffolds
 from dsec.rollout.boxes import Boxes
-from dsec.rollout.jobs import ENDED, Job, since
+from dsec.rollout.jobs import ENDED, PREEMPTED, RUNNING, Job, since
 from dsec.rollout.schema import (
     AnyEvent,
     Attach,
@@ -155,12 +155,14 @@ class Service:
         return job.info()
 
     async def beat(self, id: str, beat: Beat) -> JobInfo:
-        """A sign of life. IdempotencyConflict: another trainer took the job up."""
+        """A sign of life: a trainer that was only slow goes on. IdempotencyConflict: another one took the job up."""
         job = self.job(id)
         if beat.epoch != job.epoch:
             raise IdempotencyConflict(f"job {id} was taken up by another trainer", epoch=job.epoch)
         if beat.version is not None:
             await job.set_version(beat.version)
+        if job.state == PREEMPTED:
+            await job.set_state(RUNNING)
         job.beat()
         return job.info()
 

@@ -13,7 +13,7 @@ from dsec.rollout.boxes import GONE, Lost, steadily
 from dsec.rollout.budget import Exhausted, Tree
 from dsec.rollout.context import Context, Diverged, SetupFailed
 from dsec.rollout.log import LogFailed
-from dsec.rollout.policy import Refused
+from dsec.rollout.policy import ContextFull, Refused
 from dsec.rollout.schema import MASKED, AnyEvent, Began, Cause, Ended, Scored, Verdict
 from dsec.rollout.scoring import gone, score
 from libdsec.errors import DSecError
@@ -69,6 +69,8 @@ class Rollout:
         except GONE as error:
             lost = str(error.details.get("cause") or "unknown")
             cause, detail = CRASHES.get(lost, Cause.INFRA), f"{error.code}: {error.message}"
+        except ContextFull as error:
+            cause, detail = Cause.LIMIT, f"context: {error}"
         except Refused as error:
             cause, detail = Cause.POLICY, str(error)
         except SetupFailed as error:

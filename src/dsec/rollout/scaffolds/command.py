@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from dsec.rollout.context import Context
+from dsec.rollout.policy import Away, Refused
 from dsec.rollout.route import URL, Route, RouteBroke, asked, completion
 from dsec.rollout.schema import Observed, Turn
 
@@ -54,7 +55,7 @@ async def _serve(ctx: Context, route: Route, turns: list[Turn], program: asyncio
             await asyncio.wait({waiting, program}, return_when=asyncio.FIRST_COMPLETED)
             if program.done():
                 return program.result()
-            request = waiting.result()
+            number, body = waiting.result()
         except RouteBroke as error:
             ctx.note("model route", str(error))
             return await program
@@ -62,10 +63,20 @@ async def _serve(ctx: Context, route: Route, turns: list[Turn], program: asyncio
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
         try:
-            messages, tools, sampling = asked(request["body"], ctx.sampling)
+            messages, tools, sampling = asked(body, ctx.sampling)
         except ValueError as error:
-            await route.answer(request["n"], 400, {"error": {"message": str(error), "type": "invalid_request_error"}})
+            await route.answer(number, 400, _refusal(error))
             continue
-        turn = await ctx.generate(messages, tools=tools, sampling=sampling, route=(route.offset, request["n"]))
+        try:
+            turn = await ctx.generate(messages, tools=tools, sampling=sampling, route=(route.offset, number))
+        except Away:
+            raise
+        except Refused as error:  # what it asks is the agent's: it gets no way out of being scored
+            await route.answer(number, 400, _refusal(error))
+            continue
         turns.append(turn)
-        await route.answer(request["n"], 200, completion(ctx.id, turn))
+        await route.answer(number, 200, completion(ctx.id, turn))
+
+
+def _refusal(error: Exception) -> dict[str, object]:
+    return {"error": {"message": str(error), "type": "invalid_request_error"}}
