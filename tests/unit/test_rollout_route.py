@@ -91,9 +91,11 @@ def turn(number: int) -> Turn:
     return Turn(op=0, message=Message(role="assistant", content=f"answer {number}"), finish="stop", request=number, generated=2)
 
 
-async def opened(pipes: Pipes, offset: int = 0) -> Route:
+async def opened(pipes: Pipes, offset: int = 0, ready: bool = True) -> Route:
     made = Route(pipes, pipes, offset)  # type: ignore[arg-type]
     await made.open()
+    if ready and not offset:
+        assert await made.request() == (0, {}), "it listens"
     return made
 
 
@@ -146,23 +148,24 @@ async def test_what_an_agent_writes_into_the_route_breaks_the_route_and_nothing_
     async with relayed() as (pipes, _):
         pipes.output = junk
         with pytest.raises(RouteBroke, match="wrote into"):
-            await (await opened(pipes)).request()
+            await (await opened(pipes, ready=False)).request()
 
 
 async def test_the_route_says_when_requests_were_lost_or_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with relayed() as (pipes, _):
         pipes.gap = Gap("stdout", 0, 10)
         with pytest.raises(RouteBroke, match="0 to 10"):
-            await (await opened(pipes)).request()
+            await (await opened(pipes, ready=False)).request()
         pipes.gap = None
         pipes.output = b"x" * 2000
         monkeypatch.setattr(route, "KEPT", 1000)
         with pytest.raises(RouteBroke, match="longer"):
-            await (await opened(pipes)).request()
+            await (await opened(pipes, ready=False)).request()
         pipes.output = b""
         pipes.process.kill()
+        one = await opened(pipes)
         with pytest.raises(RouteBroke, match="ended"):
-            await (await opened(pipes)).request()
+            await one.request()
 
 
 def test_an_agents_request_gets_the_jobs_sampling() -> None:

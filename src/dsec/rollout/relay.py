@@ -99,5 +99,7 @@ def listen() -> None:
 if __name__ == "__main__":
     server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
     server.daemon_threads = True
+    sys.stdout.write(json.dumps({"n": 0, "body": {}}) + "\n")  # it listens
+    sys.stdout.flush()
     threading.Thread(target=listen, daemon=True).start()
     server.serve_forever()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 
-from dsec.rollout.context import Context
+from dsec.rollout.boxes import NEVER_RAN
+from dsec.rollout.context import Context, SetupFailed
 from dsec.rollout.policy import Away, Refused
 from dsec.rollout.route import URL, Route, RouteBroke, asked, completion
 from dsec.rollout.schema import Observed, Turn
@@ -33,7 +34,12 @@ async def run(ctx: Context) -> str:
     if seen is None:
         box = await ctx.box()
         route = Route(ctx, box, turns[-1].offset if turns else 0)
-        await route.open()
+        try:
+            await route.open()
+            if not turns:
+                await ctx.hold(route.request)  # the first one says that it listens
+        except (*NEVER_RAN, RouteBroke) as error:
+            raise SetupFailed(f"the model route needs python3 in the sandbox: {error}") from error
         if turns:
             await route.answer(turns[-1].request, 200, completion(ctx.id, turns[-1]))
         program = asyncio.create_task(ctx.landed(command))
