@@ -18,6 +18,7 @@ FLOORS = {  # longest prefix wins; the floors of docs/architecture.md
     "dsec.images": 1, "dsec.guard": 1,
     "dsec.linux": 0, "libdsec.wire": 0, "libdsec.nodes": 0, "libdsec.fncall": 0, "libdsec.copies": 0, "libdsec.egress": 0, "libdsec.errors": 0,
     "libdsec.link": 0,
+    "libdsec.model": 0, "libdsec.mirrors": 0, "libdsec.secrets": 0, "libdsec.residue": 0, "libdsec.verdicts": 0,
 }  # fmt: skip
 BESIDE = {"dsec.node", "dsec.config", "dsec.logs", "dsec.doctor", "dsec.serving", "dsec.forward", "dsec.certs", "dsec"}  # the composition root and what a process of ours needs
 LOCAL_COMMANDS = {"dsec.cli.machine", "dsec.cli.layers"}  # up, doctor, layer fsck and uninstall work with nothing running

@@ -7,6 +7,7 @@ import errno
 import os
 import platform
 import signal
+import struct
 from collections.abc import Callable
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1, 2, 4, 16384, 1 << 18
@@ -15,7 +16,7 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SCHED_CORE = 1, 38, 22, 62
 
 # Numbers of system calls newer than the headers of the oldest supported machine: equal on every architecture since 424.
-OPEN_TREE, MOVE_MOUNT, CLONE3, MOUNT_SETATTR = 428, 429, 435, 442
+OPEN_TREE, MOVE_MOUNT, CLONE3, OPENAT2, MOUNT_SETATTR = 428, 429, 435, 437, 442
 AT_FDCWD, AT_EMPTY_PATH, OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_IDMAP = -100, 0x1000, 1, 4, 0x00100000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,6 +53,11 @@ def fanotify_init(flags: int, event_flags: int) -> int:
 def fanotify_mark(group: int, flags: int, mask: int, path: str) -> None:
     """fanotify_mark(2) of one file."""
     _checked(_libc.fanotify_mark(group, flags, ctypes.c_uint64(mask), AT_FDCWD, path.encode()), "fanotify_mark")
+
+
+def open_in_root(root: int, path: str, flags: int) -> int:
+    """Open a path in the tree below a directory, whatever its links point to: none leads out of it."""
+    return syscall(OPENAT2, root, path.encode("utf-8", "surrogateescape"), struct.pack("QQQ", flags | os.O_CLOEXEC, 0, 0x10 | 0x02), 24)
 
 
 def unshare(flags: int) -> None:
