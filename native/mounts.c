@@ -352,7 +352,7 @@ void setup_child(struct setup *u) {
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, NULL);
   umask(0);
-  if ((u->dev = own_copy(NODE_DEV, s, &f)) < 0 || overlay(s, &f) || devices(u, &f) || (!s->spec.own_pids && proc(s, &f)) ||
+  if ((u->dev = own_copy(NODE_DEV, s, &f)) < 0 || overlay(s, &f) || devices(u, &f) || given_mount(s, &f) || (!s->spec.own_pids && proc(s, &f)) ||
       directory(s, "/tmp", 01777, &f) || join(u, &f))
     fail(u->status, &f);
   if (sethostname(s->spec.hostname, strlen(s->spec.hostname))) { fault_host(&f, errno, "set the host name"); fail(u->status, &f); }

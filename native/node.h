@@ -111,6 +111,7 @@ void setup_child(struct setup *u) __attribute__((noreturn));
 int own_identity(const struct sandbox *s, struct fault *f);           // in ./u/etc, an agent's work: host name and machine id of its own
 int netns_make(struct fault *f);                                      // this process moves into a new one with loopback
 int hosts_text(const struct sandbox *s, char *text, size_t cap);      // of /etc/hosts
+int given_mount(const struct sandbox *s, struct fault *f);            // given.c: files that are no part of any layer
 int fs_mount(const char *type, const char *const *options, unsigned attributes); // name, value, ... NULL; detached mount or -1
 int attach(int mount, const char *path);
 unsigned masks_present(void);

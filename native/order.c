@@ -22,6 +22,21 @@ static int flag(const struct item *i, int *to) {
   return 0;
 }
 
+// The name is of one of the two directories that given.c mounts, and one part more.
+static int given(const struct item *i, struct given *g) {
+  static const char letters[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
+  uint32_t head[3];
+  if (i->size < sizeof head + 2) return -1;
+  memcpy(head, i->p, sizeof head);
+  const char *name = (const char *)i->p + sizeof head;
+  const uint8_t *end = memchr(name, 0, i->size - sizeof head);
+  size_t skip = !end ? 0 : !strncmp(name, "secrets/", 8) || !strncmp(name, "mirrors/", 8) ? 8 : 0;
+  size_t n = skip ? strlen(name + skip) : 0;
+  if (!n || n > 64 || name[skip] == '.' || strspn(name + skip, letters) != n || head[0] > 0777 || head[1] > 65535 || head[2] > 65535) return -1;
+  *g = (struct given){.name = name, .data = end + 1, .size = (size_t)(i->p + i->size - end - 1), .mode = head[0], .uid = head[1], .gid = head[2]};
+  return 0;
+}
+
 static int one(struct order *o, uint8_t type, const struct item *i) {
   struct spec *c = &o->spec;
   switch (i->tag) {
@@ -30,6 +45,7 @@ static int one(struct order *o, uint8_t type, const struct item *i) {
       return o->nkeep < (int)(sizeof o->keep / sizeof *o->keep) ? text(i, &o->keep[o->nkeep++]) : -1;
     case T_LAYER: return c->nlayers < MAX_LAYERS ? text(i, &c->layers[c->nlayers++]) : -1;
     case T_ENV: return c->nenv < MAX_ENV ? text(i, &c->env[c->nenv++]) : -1;
+    case T_GIVEN: return c->ngiven < MAX_GIVEN ? given(i, &c->given[c->ngiven++]) : -1;
     case T_NAME: return text(i, &o->name);
     case T_PATH: return text(i, &o->path);
     case T_DATA: return text(i, &o->data);

@@ -7,8 +7,11 @@
 
 #define MAX_LAYERS 64
 #define MAX_ENV 256
+#define MAX_GIVEN 64
 
 enum { CPU_LATENCY, CPU_BEST_EFFORT, CPU_CLASSES };
+
+struct given { const char *name; const uint8_t *data; size_t size; uint32_t mode, uid, gid; }; // a file below /run, owner as inside
 
 struct spec {                          // decoded CREATE; strings point into the request buffer, which lives as long as aether
   const char *id, *hostname, *workdir, *user, *cgroup;                         // cgroup: "dsec-<prefix>", parent in every hierarchy
@@ -16,7 +19,8 @@ struct spec {                          // decoded CREATE; strings point into the
   const char *run_dir, *state_dir;     // its own directories: RUN/<id> and STATE/sandboxes/<id>; both exist from sandbox_create on
   const char *layers[MAX_LAYERS];      // names given to MOUNT_LAYER, topmost first
   const char *env[MAX_ENV + 1];        // NAME=value, NULL terminated
-  int nlayers, nenv, medium, userns;
+  struct given given[MAX_GIVEN];
+  int nlayers, nenv, ngiven, medium, userns;
   int own_pids;                        // its user namespace owns its pid namespace, so that a memory can be restored in it
   uint32_t uid_base, cpu_milli, cpu_class, pids, nofile;
   uint64_t memory_bytes, disk_bytes, shm_bytes;

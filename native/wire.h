@@ -69,6 +69,7 @@ enum tag {
   // a sandbox in a microVM: the socket and pid of its VMM, what that may hold, how long its guest may take to come up; then between
   // supervisor and guest (mux.h)
   T_CHANNEL = 230, T_VMM = 231, T_VMM_BYTES = 232, T_BOOT_S = 233, T_SEED = 234, T_DISK_FULL = 235,
+  T_GIVEN = 250,                       // of CREATE: u32 mode, uid, gid, a name below /run with its NUL, content
 };
 
 // T_EXEC_FLAGS

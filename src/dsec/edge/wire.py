@@ -39,6 +39,7 @@ Fields by frame (`*`: repeated, `?`: optional):
 CREATE: ID CGROUP LAYER* (topmost first) UID_BASE HOSTNAME MEDIUM DISK_BYTES MEMORY_BYTES PIDS CPU_MILLI NOFILE ENV* WORKDIR USER RUN_DIR
 STATE_DIR LOG_HEAD LOG_TAIL LOG_BUDGET DEADLINE_NS IDLE_NS SHM_BYTES USERNS AUTO_PAUSE_NS RECLAIM_NS
 VOLUME? OWN_PIDS? TURN? (made again, on the layer that it has), for a microVM CHANNEL VMM VMM_BYTES BOOT_S,
+GIVEN* (files of /run, see `given`),
 FN_WORKER? (it becomes a fncall worker, which speaks the following).
 A worker's requests: EXEC{ARG* ENV*} (the interpreter that stays) -> OK; FN_PUT{ID BYTES} (appends to a shared file), FN_DROP{ID} -> OK;
 FN_CANCEL (of the call with this request number; no reply); FN_CALL{ARG* or FN_CODE, ENV* FN_FILE* FN_COLLECT* TIMEOUT_NS FN_CPU_NS?
@@ -233,6 +234,7 @@ T_VMM_BYTES: Final = 232
 T_BOOT_S: Final = 233
 T_SEED: Final = 234
 T_DISK_FULL: Final = 235
+T_GIVEN: Final = 250  # of CREATE: u32 mode, uid, gid, a name below /run with its NUL, content
 
 X_STREAM: Final = 1
 X_COLLECT: Final = 2
@@ -287,6 +289,7 @@ RECORD_SIZE: Final = _RECORD.size
 _HEADER: Final = struct.Struct("<IBBHI")
 _FIELD: Final = struct.Struct("<HHI")
 _U64_FIELD: Final = struct.Struct("<HHIQ")
+_GIVEN = struct.Struct("<III")
 _U64: Final = struct.Struct("<Q")
 HEADER_SIZE: Final = _HEADER.size
 LENGTH_MIN: Final = HEADER_SIZE - 4
@@ -363,6 +366,11 @@ def text(tag: int, value: str) -> bytes:
 def raw(tag: int, value: bytes | memoryview) -> bytes:
     """A field of any bytes."""
     return b"".join((_FIELD.pack(tag, 0, len(value)), value))
+
+
+def given(name: str, data: bytes, mode: int, uid: int, gid: int) -> bytes:
+    """A file below /run that is no part of any layer. `name`: secrets/NAME or mirrors/NAME."""
+    return raw(T_GIVEN, _GIVEN.pack(mode, uid, gid) + name.encode("ascii") + b"\0" + data)
 
 
 def frame(kind: int, request: int, payload: bytes = b"", flags: int = 0) -> bytes:
