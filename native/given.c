@@ -10,7 +10,7 @@
 #include "node.h"
 #include "util.h"
 
-static int put(const struct sandbox *s, const struct given *g, int dir, struct fault *f) {
+static int put(const struct sandbox *s, const struct gift *g, int dir, struct fault *f) {
   int fd = openat(dir, strchr(g->name, '/') + 1, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   int bad = fd < 0 || write(fd, g->data, g->size) != (ssize_t)g->size || fchown(fd, s->spec.uid_base + g->uid, s->spec.uid_base + g->gid) || fchmod(fd, g->mode);
   if (bad) fault_host(f, errno, "write /run/%.80s of %s", g->name, s->spec.id);

@@ -23,7 +23,7 @@ static int flag(const struct item *i, int *to) {
 }
 
 // The name is of one of the two directories that given.c mounts, and one part more.
-static int given(const struct item *i, struct given *g) {
+static int given(const struct item *i, struct gift *g) {
   static const char letters[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
   uint32_t head[3];
   if (i->size < sizeof head + 2) return -1;
@@ -33,7 +33,7 @@ static int given(const struct item *i, struct given *g) {
   size_t skip = !end ? 0 : !strncmp(name, "secrets/", 8) || !strncmp(name, "mirrors/", 8) ? 8 : 0;
   size_t n = skip ? strlen(name + skip) : 0;
   if (!n || n > 64 || name[skip] == '.' || strspn(name + skip, letters) != n || head[0] > 0777 || head[1] > 65535 || head[2] > 65535) return -1;
-  *g = (struct given){.name = name, .data = end + 1, .size = (size_t)(i->p + i->size - end - 1), .mode = head[0], .uid = head[1], .gid = head[2]};
+  *g = (struct gift){.name = name, .data = end + 1, .size = (size_t)(i->p + i->size - end - 1), .mode = head[0], .uid = head[1], .gid = head[2]};
   return 0;
 }
 

@@ -11,7 +11,7 @@
 
 enum { CPU_LATENCY, CPU_BEST_EFFORT, CPU_CLASSES };
 
-struct given { const char *name; const uint8_t *data; size_t size; uint32_t mode, uid, gid; }; // a file below /run, owner as inside
+struct gift { const char *name; const uint8_t *data; size_t size; uint32_t mode, uid, gid; }; // a file below /run, owner as inside
 
 struct spec {                          // decoded CREATE; strings point into the request buffer, which lives as long as aether
   const char *id, *hostname, *workdir, *user, *cgroup;                         // cgroup: "dsec-<prefix>", parent in every hierarchy
@@ -19,7 +19,7 @@ struct spec {                          // decoded CREATE; strings point into the
   const char *run_dir, *state_dir;     // its own directories: RUN/<id> and STATE/sandboxes/<id>; both exist from sandbox_create on
   const char *layers[MAX_LAYERS];      // names given to MOUNT_LAYER, topmost first
   const char *env[MAX_ENV + 1];        // NAME=value, NULL terminated
-  struct given given[MAX_GIVEN];
+  struct gift given[MAX_GIVEN];
   int nlayers, nenv, ngiven, medium, userns;
   int own_pids;                        // its user namespace owns its pid namespace, so that a memory can be restored in it
   uint32_t uid_base, cpu_milli, cpu_class, pids, nofile;

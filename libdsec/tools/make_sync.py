@@ -26,9 +26,11 @@ CLASSES = {  # class: module, attributes that are passed on
     "Environments": ("images", {}),
     "Images": ("images", {}),
     "Snapshots": ("images", {}),
+    "Secrets": ("guard", {}),
     "DSecClient": (
         "client",
-        {"base_url": "str", "api_key": "str | None", "layers": "Layers", "environments": "Environments", "images": "Images", "snapshots": "Snapshots"},
+        {"base_url": "str", "api_key": "str | None", "layers": "Layers", "environments": "Environments", "images": "Images", "snapshots": "Snapshots",
+         "secrets": "Secrets"},
     ),
 }
 INTERNAL = {  # of no use to callers
@@ -61,6 +63,7 @@ import msgspec
 from libdsec import client as _client
 from libdsec import command as _command
 from libdsec import files as _files
+from libdsec import guard as _guard
 from libdsec import images as _images
 from libdsec import link as _link
 from libdsec import sandbox as _sandbox
@@ -75,14 +78,19 @@ from libdsec.copies import SnapshotInfo
 from libdsec.egress import NetworkInfo, SandboxEvent
 from libdsec.files import FileInfos
 from libdsec.fncall import FnResult
+from libdsec.guard import SecretInfos
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
+from libdsec.mirrors import MirrorPolicy
 from libdsec.nodes import NodeInfo
 from libdsec.portal import Portal
+from libdsec.residue import Canary, ScanReport
 from libdsec.result import Event, ExecResult
+from libdsec.secrets import SecretInfo
 from libdsec.sources import Source
 from libdsec.stream import Callback
 from libdsec.tars import Links, Names
 from libdsec.tiers import Run
+from libdsec.verdicts import Assessment
 from libdsec.wire import (
     CommandInfo,
     CpuClass,

@@ -141,6 +141,20 @@ class RemoteConfig(_Section, frozen=True):
     method: Literal["auto", "fanotify", "fuse"] = "auto"  # how a reader is made to wait; auto: fanotify where the kernel can (6.14)
 
 
+class MirrorsConfig(_Section, frozen=True):
+    """Where the package mirrors of sandboxes get what they show (docs/mirrors.md): a URL; `host`: as this machine's own client is
+    configured; empty: no such mirror."""
+
+    pypi: str = "host"  # a simple index
+    npm: str = "host"
+    debian: str = "host"  # URL SUITE COMPONENT...; several with `;` between
+    go: str = "host"  # a module proxy
+    crates: str = "host"  # a sparse index
+    debian_keyring: str = "/usr/share/keyrings/debian-archive-keyring.gpg"  # who signs the archives; empty: signatures are not asked for
+    cache_mb: Positive = 4096  # packages on this node's disk
+    timeout: Seconds = 15.0  # of silence of an upstream, then the client is told
+
+
 class E2bConfig(_Section, frozen=True):
     """The face that speaks E2B's wire (docs/e2b.md)."""
 
@@ -186,6 +200,7 @@ class Config(_Section, frozen=True):
     fncall: FncallConfig = msgspec.field(default_factory=FncallConfig)
     microvm: MicrovmConfig = msgspec.field(default_factory=MicrovmConfig)
     remote: RemoteConfig = msgspec.field(default_factory=RemoteConfig)
+    mirrors: MirrorsConfig = msgspec.field(default_factory=MirrorsConfig)
     e2b: E2bConfig = msgspec.field(default_factory=E2bConfig)
     egress: EgressConfig = msgspec.field(default_factory=EgressConfig)
 

@@ -44,6 +44,8 @@ from dsec.config import Config, ConfigError, RemoteConfig, from_argv, is_loopbac
 from dsec.doctor import Check, diagnose_async
 from dsec.edge.config import MIB, EdgeConfig, FnConfig, find_aether
 from dsec.edge.edge import Edge
+from dsec.guard.mirrors.policy import MIRRORS
+from dsec.guard.mirrors.service import Mirrors, MirrorSettings
 from dsec.images.remote.service import RemoteSettings
 from dsec.images.service import Images
 from dsec.linux.tools import Tools, criu_trouble
@@ -155,6 +157,7 @@ def edge_config(config: Config) -> EdgeConfig:
         image_bytes=memory.image_mb * MIB,
         images_bytes=memory.images_mb * MIB,
         criu=_criu(config),
+        mirrors=mirror_settings(config),
     )
 
 
@@ -165,6 +168,19 @@ def _criu(config: Config) -> Path | None:
     if why is not None:
         log.warning("no forks with memory: %s does not serve: %s", found, why)
     return found if why is None else None
+
+
+def mirror_settings(config: Config) -> MirrorSettings:
+    """What the package mirrors are told."""
+    said = config.mirrors
+    keyring = Path(said.debian_keyring) if said.debian_keyring else None
+    upstreams = {name: getattr(said, name) for name in MIRRORS}
+    settings = MirrorSettings(config.state / "mirrors", upstreams, keyring, said.cache_mb * MIB, said.timeout)
+    try:
+        log.info("package mirrors: %s", ", ".join(Mirrors(settings).names) or "none")
+    except ValueError as error:
+        raise CannotStart(f"mirrors: {error}") from error
+    return settings
 
 
 def remote_settings(remote: RemoteConfig) -> RemoteSettings:

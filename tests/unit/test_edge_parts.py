@@ -74,7 +74,7 @@ def test_what_is_no_journal_is_refused_with_its_line(home: Path) -> None:
     path = home / "journal.jsonl"
     for content, match in (
         (b'nonsense\n{"t":"gone","v":1,"id":"x"}\n', ":1: not a journal line"),
-        (b'{"t":"gone","v":5,"id":"x"}\n', ":1: journal version 5, this edge knows versions 1 to 4 only"),
+        (b'{"t":"gone","v":6,"id":"x"}\n', ":1: journal version 6, this edge knows versions 1 to 5 only"),
         (b'{"t":"gone","v":1,"id":"x"}\n{"t":"zap","v":1,"id":"x"}\n', ":2:"),
     ):
         path.write_bytes(content)

@@ -298,3 +298,16 @@ async def test_asking_for_what_is_hidden_is_noticed(indexes: Indexes, mirrors: M
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", verify=False, trust_env=False) as client:
         asked, never = await client.get("/simple/some-pkg/"), await client.get("/simple/never-was/")
     assert (asked.status_code, asked.content) == (never.status_code, never.content) and seen_asking == [("s" * 20, "pypi", "/simple/some-pkg/")]
+
+
+async def test_debian_serves_nothing_that_is_not_signed_by_whom_it_should_be(indexes: Indexes, tmp_path: Path) -> None:
+    indexes.debian(tmp_path / "work", {"hello-x": ("1.0", 1.0)}, 1.0)
+    indexes.files["/debian/dists/stable/InRelease"] = indexes.files["/debian/dists/stable/Release"]
+    keyring = tmp_path / "keyring.gpg"
+    keyring.touch()
+    signed, trusting = Mirrors(replace(settings(indexes, tmp_path / "a"), keyring=keyring)), Mirrors(settings(indexes, tmp_path / "b"))
+    for mirrors, status in ((signed, 502), (trusting, 200)):
+        async with seen(mirrors, "debian") as client:
+            for path in ("/0/dists/stable/Release", "/0/pool/main/h/hello-x/hello-x_1.0_all.deb"):
+                assert (await client.get(path)).status_code == status
+        await mirrors.close()

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dsec.guard.mirrors.app import Server
+from dsec.guard.http import Server
 from dsec.guard.secrets.proxy import Cover, Grants, Proxy
 from dsec.guard.secrets.store import Secrets
 from libdsec.errors import InvalidRequest, NotFound

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from libdsec.errors import InvalidRequest
+from libdsec.mirrors import MirrorPolicy
+from libdsec.secrets import SecretUse
 from libdsec.wire import CpuClass, Limits, SandboxSpec
 
 
@@ -36,6 +38,8 @@ class DSecContainerRunArgs:
     hostname: str | None = None
     layers: Sequence[str] | None = None
     cpu_class: CpuClass | str | None = None  # "latency", "best_effort": runs on the CPU that nobody else of the node wants
+    mirrors: MirrorPolicy | None = None  # what it sees of the package mirrors that its network rules allow
+    secrets: Sequence[str | SecretUse] | None = None  # a name alone: the file /run/secrets/<name>, for root
     disk: str = "default"  # "memory": the writable layer is a tmpfs, charged to the memory limit
     backend: ClassVar[str] = "container"
 
@@ -55,6 +59,8 @@ class DSecContainerRunArgs:
             idle_timeout=self.ttl_running_stop,
             auto_pause=self.auto_pause,
             network_rules=_rules(self.network_rules),
+            mirrors=self.mirrors,
+            secrets=[SecretUse(name=use, file=True) if isinstance(use, str) else use for use in self.secrets or ()],
             user=self.init_user,
             workdir=self.workdir,
             env=dict(self.env or {}),

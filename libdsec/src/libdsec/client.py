@@ -20,6 +20,7 @@ from libdsec.args import DSecContainerRunArgs, DSecMicroVMRunArgs, cpu_class_of
 from libdsec.calls import Calls, FnCallArgs, results
 from libdsec.errors import AtCapacity, DSecError, InvalidRequest, ResourceExhausted, Unsupported, from_body
 from libdsec.fncall import FnLimits, FnResult, LanguageInfo
+from libdsec.guard import Secrets
 from libdsec.http import Transport
 from libdsec.images import Environments, Images, Layers, Snapshots
 from libdsec.nodes import NodeInfo
@@ -100,6 +101,7 @@ class DSecClient:
         self.environments = Environments(self._api)
         self.images = Images(self._api)
         self.snapshots = Snapshots(self._api)
+        self.secrets = Secrets(self._api)
 
     def __repr__(self) -> str:
         return f"<DSecClient {self.base_url}>"

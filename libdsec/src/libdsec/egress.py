@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from libdsec.mirrors import MirrorPolicy
 from libdsec.wire import Model, Reply
 
 
@@ -14,6 +15,7 @@ class NetworkRequest(Model):
     no network but loopback."""
 
     rules: dict[str, bool]
+    mirrors: MirrorPolicy | msgspec.UnsetType | None = msgspec.UNSET  # what it sees of them; absent: as it was; null: all
 
 
 class NetworkInfo(Reply):
@@ -21,6 +23,7 @@ class NetworkInfo(Reply):
 
     rules: dict[str, bool]
     address: str | None = None
+    mirrors: MirrorPolicy | None = None
 
 
 class SandboxEvent(Reply):

@@ -19,8 +19,11 @@ from libdsec.egress import EventPage, NetworkInfo, NetworkRequest, SandboxEvent
 from libdsec.errors import InvalidRequest, SandboxEnded, SessionBusy, SessionExists, SessionNotFound, from_body
 from libdsec.files import Files
 from libdsec.link import Link
+from libdsec.mirrors import MirrorPolicy
+from libdsec.residue import Canary, PlantRequest, ScanReport, ScanRequest
 from libdsec.result import ExecResult
 from libdsec.stream import Callback, CommandStream
+from libdsec.verdicts import Assessment
 from libdsec.wire import (
     BatchItem,
     CommandInfo,
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 _commands = msgspec.msgpack.Decoder(list[CommandInfo]).decode
 _sessions = msgspec.msgpack.Decoder(list[SessionInfo]).decode
 _KEEP = msgspec.UNSET
+_canaries = msgspec.msgpack.Decoder(list[Canary]).decode
 _items = msgspec.msgpack.Decoder(list[BatchItem]).decode
 
 
@@ -318,10 +322,13 @@ class Sandbox:
         """Its network rules, and its address if it has one."""
         return await self._api.call("GET", f"{self._path}/network", NetworkInfo)
 
-    async def set_network(self, rules: Mapping[str, bool] | None) -> NetworkInfo:
+    async def set_network(
+        self, rules: Mapping[str, bool] | None, *, mirrors: MirrorPolicy | msgspec.UnsetType | None = _KEEP
+    ) -> NetworkInfo:
         """Other network rules in the place of those that it has; None: no network but loopback. They hold when this returns: what they do
-        not allow can no longer be reached, and connections there are cut."""
-        return await self._api.call("PUT", f"{self._path}/network", NetworkInfo, body=NetworkRequest(rules=dict(rules or {})), safe=True)
+        not allow can no longer be reached, and connections there are cut. `mirrors`: also what it sees of package mirrors from now on."""
+        body = NetworkRequest(rules=dict(rules or {}), mirrors=mirrors)
+        return await self._api.call("PUT", f"{self._path}/network", NetworkInfo, body=body, safe=True)
 
     async def events(self, *, kind: str | None = None, offset: int = 0, limit: int = 1000) -> list[SandboxEvent]:
         """What it did or tried that is told of, such as refused connections, in the order in which it came first. Ask again with `offset`
@@ -394,6 +401,36 @@ class Sandbox:
             await asyncio.gather(*(child.stop() for child in made), return_exceptions=True)
             raise from_body(failed.code, failed.message, failed.details)
         return made
+
+    async def plant_canaries(self, files: Sequence[str] = (), *, tokens: int = 0) -> list[Canary]:
+        """Plant canaries: a file at each of these paths, and so many tokens more to be put where the caller wants. FileExists."""
+        body = PlantRequest(files=list(files), tokens=tokens)
+        return _canaries((await self._api.exchange("POST", f"{self._path}/canaries", body=body))[1])
+
+    async def scan(
+        self,
+        answers: Mapping[str, str] | None = None,
+        *,
+        canaries: bool = True,
+        logs: bool = True,
+        diff: bool = True,
+        layers: Sequence[str] = (),
+        similarity: float = 0.6,
+    ) -> ScanReport:
+        """Look for its canaries, and for `answers` (texts by name), in the logs of its commands, in its own files and in layers. After its
+        end only logs are there to look at."""
+        body = ScanRequest(
+            canaries=canaries, answers=dict(answers or {}), logs=logs, diff=diff, layers=list(layers), similarity=similarity
+        )  # fmt: skip
+        return await self._api.call("POST", f"{self._path}/scan", ScanReport, body=body, safe=True, timeout=600.0)
+
+    async def verdicts(self, answers: Mapping[str, str] | None = None, *, scan: bool = False) -> Assessment:
+        """What its record amounts to: suspicious, cheated, damaged, each with its evidence, and whose fault its end was. `scan`, or
+        `answers`: also of what a scan of its logs and files finds."""
+        if not scan and not answers:
+            return await self._api.call("GET", f"{self._path}/verdicts", Assessment)
+        body = ScanRequest(answers=dict(answers or {}))
+        return await self._api.call("POST", f"{self._path}/verdicts", Assessment, body=body, safe=True, timeout=600.0)
 
     async def pack_diff(
         self,

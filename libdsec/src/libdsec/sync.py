@@ -20,6 +20,7 @@ import msgspec
 from libdsec import client as _client
 from libdsec import command as _command
 from libdsec import files as _files
+from libdsec import guard as _guard
 from libdsec import images as _images
 from libdsec import link as _link
 from libdsec import sandbox as _sandbox
@@ -34,14 +35,19 @@ from libdsec.copies import SnapshotInfo
 from libdsec.egress import NetworkInfo, SandboxEvent
 from libdsec.files import FileInfos
 from libdsec.fncall import FnResult
+from libdsec.guard import SecretInfos
 from libdsec.images import EnvironmentInfos, LayerInfos, OnProgress, SnapshotInfos
+from libdsec.mirrors import MirrorPolicy
 from libdsec.nodes import NodeInfo
 from libdsec.portal import Portal
+from libdsec.residue import Canary, ScanReport
 from libdsec.result import Event, ExecResult
+from libdsec.secrets import SecretInfo
 from libdsec.sources import Source
 from libdsec.stream import Callback
 from libdsec.tars import Links, Names
 from libdsec.tiers import Run
+from libdsec.verdicts import Assessment
 from libdsec.wire import (
     CommandInfo,
     CpuClass,
@@ -525,10 +531,10 @@ class SyncSandbox(_Wrapper):
         """Its network rules, and its address if it has one."""
         return self._portal.run(self._inner.network())
 
-    def set_network(self, rules: Mapping[str, bool] | None) -> NetworkInfo:
+    def set_network(self, rules: Mapping[str, bool] | None, *, mirrors: MirrorPolicy | msgspec.UnsetType | None = _KEEP) -> NetworkInfo:
         """Other network rules in the place of those that it has; None: no network but loopback. They hold when this returns: what they do
-        not allow can no longer be reached, and connections there are cut."""
-        return self._portal.run(self._inner.set_network(rules))
+        not allow can no longer be reached, and connections there are cut. `mirrors`: also what it sees of package mirrors from now on."""
+        return self._portal.run(self._inner.set_network(rules, mirrors=mirrors))
 
     def events(self, *, kind: str | None = None, offset: int = 0, limit: int = 1000) -> list[SandboxEvent]:
         """What it did or tried that is told of, such as refused connections, in the order in which it came first. Ask again with `offset`
@@ -576,6 +582,23 @@ class SyncSandbox(_Wrapper):
         """
         made: list[SyncSandbox] = _wrap(self._portal, self._portal.run(self._inner.fork(n, memory=memory, labels=labels, cpu_class=cpu_class, max_lifetime=max_lifetime, idle_timeout=idle_timeout, idempotency_key=idempotency_key)))
         return made
+
+    def plant_canaries(self, files: Sequence[str] = (), *, tokens: int = 0) -> list[Canary]:
+        """Plant canaries: a file at each of these paths, and so many tokens more to be put where the caller wants. FileExists."""
+        return self._portal.run(self._inner.plant_canaries(files, tokens=tokens))
+
+    def scan(
+        self, answers: Mapping[str, str] | None = None, *, canaries: bool = True, logs: bool = True, diff: bool = True,
+        layers: Sequence[str] = (), similarity: float = 0.6,
+    ) -> ScanReport:
+        """Look for its canaries, and for `answers` (texts by name), in the logs of its commands, in its own files and in layers. After its
+        end only logs are there to look at."""
+        return self._portal.run(self._inner.scan(answers, canaries=canaries, logs=logs, diff=diff, layers=layers, similarity=similarity))
+
+    def verdicts(self, answers: Mapping[str, str] | None = None, *, scan: bool = False) -> Assessment:
+        """What its record amounts to: suspicious, cheated, damaged, each with its evidence, and whose fault its end was. `scan`, or
+        `answers`: also of what a scan of its logs and files finds."""
+        return self._portal.run(self._inner.verdicts(answers, scan=scan))
 
     def pack_diff(
         self, name: str, *, tag: str = "latest", scrub: Sequence[str] = ("cache", "history", "credential"), drop: Sequence[str] = (),
@@ -743,6 +766,31 @@ class SyncSnapshots(_Wrapper):
         return self._portal.run(self._inner.remove(id))
 
 
+class SyncSecrets(_Wrapper):
+    """Values that the node keeps by name and gives to sandboxes; nobody can read them back."""
+
+    _inner: _guard.Secrets
+
+    def set(
+        self, name: str, value: str | bytes, *, hosts: Sequence[str] = (), header: str = "Authorization", template: str = "Bearer {}",
+        plain: bool = False,
+    ) -> SecretInfo:
+        """Set a secret, in the place of one of this name.
+
+        `hosts`: names, or `name:port`, to which sandboxes that have it injected may send requests that carry it, as the header `header`
+        with the value `template`, in which `{}` stands for the secret. `plain`: the node speaks HTTP to them, not HTTPS.
+        """
+        return self._portal.run(self._inner.set(name, value, hosts=hosts, header=header, template=template, plain=plain))
+
+    def list(self) -> SecretInfos:
+        """All of them, without their values."""
+        return self._portal.run(self._inner.list())
+
+    def remove(self, name: str) -> SecretInfo:
+        """Forget it. Sandboxes that have it as a file keep the file; requests do not carry it any more. NotFound."""
+        return self._portal.run(self._inner.remove(name))
+
+
 class SyncDSecClient(_Wrapper):
     """A connection to a node, for any number of calls at once. One event loop at a time.
 
@@ -786,6 +834,12 @@ class SyncDSecClient(_Wrapper):
     def snapshots(self) -> SyncSnapshots:
         """As in `DSecClient`."""
         made: SyncSnapshots = _wrap(self._portal, self._inner.snapshots)
+        return made
+
+    @property
+    def secrets(self) -> SyncSecrets:
+        """As in `DSecClient`."""
+        made: SyncSecrets = _wrap(self._portal, self._inner.secrets)
         return made
 
     def __init__(
@@ -962,7 +1016,7 @@ class SyncDSecClient(_Wrapper):
         return self._portal.run(self._inner.raw_response(method, path, json=json, content=content, headers=headers, params=params))
 
 
-_KINDS: dict[type, Any] = {_stream.CommandStream: SyncCommandStream, _command.Command: SyncCommand, _sandbox.Session: SyncSession, _link.Link: SyncLink, _watch.Watch: SyncWatch, _files.Files: SyncFiles, _sandbox.Sandbox: SyncSandbox, _images.Layers: SyncLayers, _images.Environments: SyncEnvironments, _images.Images: SyncImages, _images.Snapshots: SyncSnapshots, _client.DSecClient: SyncDSecClient}
+_KINDS: dict[type, Any] = {_stream.CommandStream: SyncCommandStream, _command.Command: SyncCommand, _sandbox.Session: SyncSession, _link.Link: SyncLink, _watch.Watch: SyncWatch, _files.Files: SyncFiles, _sandbox.Sandbox: SyncSandbox, _images.Layers: SyncLayers, _images.Environments: SyncEnvironments, _images.Images: SyncImages, _images.Snapshots: SyncSnapshots, _guard.Secrets: SyncSecrets, _client.DSecClient: SyncDSecClient}
 
 
 CommandStream = SyncCommandStream
@@ -976,4 +1030,5 @@ Layers = SyncLayers
 Environments = SyncEnvironments
 Images = SyncImages
 Snapshots = SyncSnapshots
+Secrets = SyncSecrets
 DSecClient = SyncDSecClient

@@ -10,6 +10,11 @@ from typing import Any
 
 import msgspec
 
+from libdsec.mirrors import MirrorPolicy
+from libdsec.model import Model as Model
+from libdsec.model import Reply as Reply
+from libdsec.secrets import SecretUse
+
 API_VERSION = "v1"
 STREAM_TYPE = "application/x-dsec-stream"
 MSGPACK_TYPE = "application/msgpack"
@@ -22,14 +27,6 @@ FRAME_STDOUT, FRAME_STDERR, FRAME_EVENT, FRAME_KEEPALIVE = 1, 2, 3, 4
 FRAME_HEADER = struct.Struct("<BI")
 STREAM_KEEPALIVE = 15.0  # seconds of silence after which the server sends a keepalive frame
 STDIN_INLINE = 512 << 10  # longest `ExecSpec.stdin`
-
-
-class Model(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False, kw_only=True):
-    """A request or reply body."""
-
-
-class Reply(msgspec.Struct, kw_only=True):
-    """A reply body; a client ignores fields that a newer server added."""
 
 
 class Ending(enum.StrEnum):
@@ -106,6 +103,8 @@ class SandboxSpec(Model):
     idle_timeout: float | None = None  # seconds without a running command, an attached stream or a request; None: never
     auto_pause: float | None = None  # seconds idle, by the same measure, after which it is paused; 0: never; None: the node's default
     network_rules: dict[str, bool] = msgspec.field(default_factory=dict)  # empty: no network but loopback
+    mirrors: MirrorPolicy | None = None  # what it sees of the package mirrors that its network rules allow; None: all of them
+    secrets: list[SecretUse] = msgspec.field(default_factory=list)
     user: str | None = None  # None: the image's USER
     workdir: str | None = None
     env: dict[str, str] = msgspec.field(default_factory=dict)

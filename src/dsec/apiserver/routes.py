@@ -1,12 +1,15 @@
 """Every route of the API, in one table: what is dispatched and what the OpenAPI page says are the same."""
 from __future__ import annotations
 
-from dsec.apiserver import commands, files, fncalls, layers, network, pages, ports, sandboxes
+from dsec.apiserver import commands, files, fncalls, guard, layers, network, pages, ports, sandboxes
 from dsec.apiserver.route import Param, Route
 from libdsec.copies import RollbackRequest, SnapshotInfo, SnapshotRequest
 from libdsec.egress import EventPage, NetworkInfo, NetworkRequest
 from libdsec.fncall import BATCH_BODY, FnBatch, FnCall, FnResult, LanguageInfo
 from libdsec.nodes import NodeInfo
+from libdsec.residue import Canary, PlantRequest, ScanReport, ScanRequest
+from libdsec.secrets import SecretInfo, SecretSpec
+from libdsec.verdicts import Assessment
 from libdsec.wire import (
     STREAM_TYPE,
     TUNNEL,
@@ -212,6 +215,17 @@ ROUTES: tuple[Route, ...] = (
     *(Route(method, _P + "/{path*}", ports.proxy, "HTTP of a program in the sandbox, upgrades too, but for the Authorization header",
             body="*/*" if method in ("POST", "PUT", "PATCH") else None, reply="*/*", also=_ANY, raw=True)
       for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")),
+    # canaries and scans
+    Route("POST", _S + "/canaries", guard.plant, "Plant canaries", body=PlantRequest, reply=list[Canary]),
+    Route("GET", _S + "/canaries", guard.canaries, "Its canaries", reply=list[Canary]),
+    Route("POST", _S + "/scan", guard.scan, "Look for canaries and answers in its logs, its files and in layers", body=ScanRequest,
+          reply=ScanReport),
+    Route("GET", _S + "/verdicts", guard.verdicts, "What its record amounts to", reply=Assessment),
+    Route("POST", _S + "/verdicts", guard.assess, "The same, with what a scan finds", body=ScanRequest, reply=Assessment),
+    # secrets
+    Route("PUT", "/v1/secrets/{name}", guard.put_secret, "Set a secret, which nobody can read back", body=SecretSpec, reply=SecretInfo),
+    Route("GET", "/v1/secrets", guard.secrets, "All secrets, without their values", reply=list[SecretInfo]),
+    Route("DELETE", "/v1/secrets/{name}", guard.remove_secret, "Forget a secret", reply=SecretInfo),
     # the node
     Route("GET", "/v1/node", sandboxes.node, "What this node is and can do", reply=NodeInfo),
     Route("GET", "/v1/version", sandboxes.version, "What answers here", reply=VersionInfo),

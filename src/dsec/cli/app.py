@@ -24,6 +24,8 @@ from dsec.cli import (
     ports,
     rollout,
     sandboxes,
+    scan,
+    secrets,
     snapshots,
 )
 
@@ -71,12 +73,16 @@ app.command("fork")(snapshots.fork)
 app.command("mcp")(mcp.mcp)
 app.command("port-forward")(ports.port_forward)
 app.command("cert")(cert.cert)
+app.command("scan")(scan.scan)
+app.command("plant")(scan.plant)
+app.command("verdict")(scan.verdict)
 app.add_typer(images.app, name="image")
 app.add_typer(layers.app, name="layer")
 app.add_typer(environments.app, name="env")
 app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(pools.app, name="pool")
 app.add_typer(fncall.app, name="fn")
+app.add_typer(secrets.app, name="secret")
 app.add_typer(e2b.app, name="e2b")
 app.add_typer(rollout.app, name="rollout")
 app.add_typer(autotrain.app, name="autotrain")

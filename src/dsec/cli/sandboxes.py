@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from dsec.cli import common
 
 if TYPE_CHECKING:
     from libdsec import DSecClient, DSecError, ExecResult, Sandbox
+    from libdsec.mirrors import MirrorPolicy
     from libdsec.wire import CommandInfo, SandboxInfo
 
 LEFT_BEHIND = 60.0  # seconds after which the sandbox of a `run` that was killed ends
@@ -42,15 +44,19 @@ def run(
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="End the command after so long (exit status 124).")] = None,
     allow: Annotated[list[str], common.ALLOW] = [],  # noqa: B006
     deny: Annotated[list[str], common.DENY] = [],  # noqa: B006
+    secret: Annotated[list[str], typer.Option(metavar="NAME", help="A secret, as /run/secrets/NAME.")] = [],  # noqa: B006
+    inject: Annotated[list[str], typer.Option(metavar="NAME", help="A secret that its requests carry.")] = [],  # noqa: B006
+    mirrors: Annotated[Path | None, typer.Option(metavar="FILE", help="What it sees of package mirrors, as JSON.")] = None,
 ) -> None:
     """Create a sandbox, run a command in it, stop it. Ends with the command's exit status; 125 is an error of the platform."""
     from libdsec import DSecContainerRunArgs
+    from libdsec.secrets import SecretUse
 
     args = DSecContainerRunArgs(
         container_image=image, memory_limit_mb=memory, cpu_cores_limit=cpus, disk_mb=disk, pids=pids, ttl_running_stop=idle, name=name,
         cpu_class=cpu_class, auto_pause=auto_pause, max_lifetime=max_lifetime, init_user=user, workdir=workdir,
-        env=common.pairs(env, "--env"), labels=common.pairs(label, "--label"),
-        network_rules=common.rules(allow, deny),
+        env=common.pairs(env, "--env"), labels=common.pairs(label, "--label"), network_rules=common.rules(allow, deny),
+        mirrors=_mirrors(mirrors), secrets=[*secret, *(SecretUse(name=one, inject=True) for one in inject)],
     )  # fmt: skip
     if not detach and not argv:
         common.fail("invalid_request: no command; give one after `--`, or --detach", 2)
@@ -75,6 +81,19 @@ def run(
                 await box.stop()
 
     raise typer.Exit(common.call(work))
+
+
+def _mirrors(file: Path | None) -> MirrorPolicy | None:
+    import msgspec
+
+    from libdsec.mirrors import MirrorPolicy
+
+    if file is None:
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=MirrorPolicy)
+    except (OSError, msgspec.MsgspecError) as error:
+        common.fail(f"invalid_request: --mirrors {file}: {error}", 2)
 
 
 def exec_(

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from dsec.config import FncallConfig, MemoryConfig, NodeConfig, PoolConfig, RemoteConfig, SandboxConfig
+from dsec.guard.mirrors.service import MirrorSettings
 from libdsec.wire import CpuClass
 
 MIB = 1 << 20
@@ -105,6 +106,7 @@ class EdgeConfig:
     vm_waiting: int = 2  # monitors with a guest that wait for a sandbox
     # memory
     swap: str = "off"  # auto, file, zram, off
+    mirrors: MirrorSettings | None = None  # None: with the defaults, in state_dir
     swap_bytes: int = 0  # 0: as much as the machine has memory, at most a quarter of the free disk
     pressure: str = "off"  # how far to go when the host is short of memory: off, reclaim, pause, evict
     dns_servers: tuple[tuple[str, int], ...] = ()  # whom the resolver of sandboxes asks; empty: the host's

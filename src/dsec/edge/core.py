@@ -9,7 +9,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from dsec.edge import records, wire
 from dsec.edge.admission import Admission
 from dsec.edge.backends.base import Backend, ImageResolver
 from dsec.edge.config import EdgeConfig
+from dsec.edge.guarding import Guard
 from dsec.edge.journal import Journal
 from dsec.edge.lifecycle import Sandbox, Spoiled, Table
 from dsec.edge.memories import Memories
@@ -50,6 +51,7 @@ class Core:
         self.counters = Metrics()
         self.admission = Admission(config)
         self.journal = Journal(config.journal)
+        self.guard = Guard(config, self.alive, self.noticed)
         self.table = Table(config.prefix)
         self.events = Events(config.state_of, self.counters.event)
         self.network: Network | None = None  # where some backend has one
@@ -94,6 +96,16 @@ class Core:
         if sandbox.state is State.ENDED:
             raise sandbox.gone()
         return sandbox
+
+    def alive(self, sandbox_id: str) -> Sandbox | None:
+        """The same for whom it is no error that there is none."""
+        sandbox = self.table.get(sandbox_id) if self.table.known(sandbox_id) else None
+        return None if sandbox is None or sandbox.state is State.ENDED else sandbox
+
+    def noticed(self, sandbox_id: str, kind: str, details: Mapping[str, Any]) -> None:
+        """For its record, as long as there is one."""
+        if self.table.known(sandbox_id):
+            self.events.add(sandbox_id, kind, **details)
 
     async def reach(self, sandbox: Sandbox) -> Control:
         """The open control connection, waiting for a creation or a recovery that is under way, and waking it. SandboxEnded, SandboxLost,
@@ -252,6 +264,9 @@ class Core:
         if name == "oom":
             sandbox.oom_events += 1
             self.counters.ooms.inc()
+            self.noticed(sandbox.id, "oom", {})
+        if name == "damaged":
+            self.noticed(sandbox.id, "damaged", {"what": fields.text(wire.T_MESSAGE)})
         if fields.text(wire.T_HEALTH) == Health.DAMAGED.value:
             sandbox.damaged(fields.text(wire.T_MESSAGE) if name == "damaged" else "its shell was replaced")
 
@@ -346,6 +361,7 @@ class Core:
         if not sandbox.kept:
             self.remove_records(sandbox)  # after the line: until then they say how it ended
         self.images.unpin(sandbox.id)
+        self.guard.forget(sandbox.id)
         self.table.end(sandbox)
         self.counters.ended[cause].inc()
         if not sandbox.ready.done():
@@ -390,6 +406,7 @@ class Core:
     async def link(self, sandbox: Sandbox) -> None:
         """Its supervisor has begun: what its network rules allow is open. Unavailable."""
         if self.network is not None:
+            await self.guard.serve(self.network.services, [rule for rule, on in sandbox.rules.items() if on])
             await self.network.attach(sandbox)
 
     def unlink(self, sandbox: Sandbox) -> None:

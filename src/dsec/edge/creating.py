@@ -164,6 +164,9 @@ class Creating(Recovery):
             raise InvalidRequest(f"backend {spec.backend!r} is none of {', '.join(('container', *_LATER))}", field="backend")
         check_spec(spec)
         check_rules(backend, spec.network_rules)
+        self.guard.check(spec)
+        if any(use.file for use in spec.secrets):
+            require(backend, "secret_files", "secrets as files")
         memory_disk = spec.disk == "memory"
         if memory_disk:
             require(backend, "memory_disk", "disk=memory")
@@ -273,10 +276,12 @@ class Creating(Recovery):
         sandbox.image = image.name if spec.image is None else spec.image
         sandbox.layers, sandbox.env = [layer.digest for layer in image.layers], dict(image.env)
         sandbox.user, sandbox.workdir = spec.user or image.user, spec.workdir or image.workdir
-        return describe(self.config, sandbox, image.layers, own_pids=spec.snapshot in self.memories)
+        return describe(self.config, sandbox, image.layers, self.guard, own_pids=spec.snapshot in self.memories)
 
     def _log_create(self, sandbox: Sandbox, pool: str | None = None, handed: bool = False) -> None:
-        version = lines.RULED if any(sandbox.spec.network_rules.values()) else lines.VERSION
+        spec = sandbox.spec
+        version = lines.RULED if any(spec.network_rules.values()) else lines.VERSION
+        version = lines.GIVEN if spec.secrets or spec.mirrors is not None else version
         sandbox.create = lines.Create(
             v=version, id=sandbox.id, spec=sandbox.spec, limits=sandbox.limits, image=sandbox.image, layers=sandbox.layers,
             user=sandbox.user, workdir=sandbox.workdir, backend=sandbox.backend, slot=sandbox.slot, at=sandbox.created_at,

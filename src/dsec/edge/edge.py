@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from typing import Any
 
 from msgspec import UNSET
 
@@ -24,8 +23,8 @@ from dsec.edge.backends.microvm import MicroVM
 from dsec.edge.config import EdgeConfig
 from dsec.edge.cpu import CpuUse
 from dsec.edge.creating import BATCH, Creating
-from dsec.edge.filesystem import Files
 from dsec.edge.fncall.service import FnCalls
+from dsec.edge.judging import Judging
 from dsec.edge.lifecycle import PREFIX_LENGTH, Sandbox, Table, random_text
 from dsec.edge.network import Network, check_rules
 from dsec.edge.packing import Packing
@@ -36,6 +35,7 @@ from dsec.edge.swap import Swap
 from dsec.edge.telling import nanoseconds
 from dsec.guard.egress.client import Egress
 from dsec.guard.events import KINDS
+from dsec.guard.mirrors.policy import compile_policy
 from dsec.linux.files import write_whole
 from libdsec.egress import EventPage, NetworkInfo, NetworkRequest
 from libdsec.errors import DSecError, InvalidRequest, Unavailable
@@ -51,7 +51,7 @@ log = logging.getLogger("dsec.edge")
 Infos = list[SandboxInfo]
 
 
-class Edge(Creating, Packing, Pressure, Files, Ports):
+class Edge(Creating, Packing, Pressure, Judging, Ports):
     """One edge. `start` before anything else, `close` at the end."""
 
     def __init__(self, config: EdgeConfig, images: ImageResolver) -> None:
@@ -88,6 +88,11 @@ class Edge(Creating, Packing, Pressure, Files, Ports):
             self.load_snapshots()
             self.load_pools()
             await self.recover(lines.load(config.journal))
+            if self.network is not None:
+                await self.serve_again(self.network)
+            for sandbox in self.table.live():
+                if sandbox.state is State.RUNNING:
+                    self.watch_canaries(sandbox)
             await self.look_at_disk()
             await self.swap.open(self.table.supervised)
         except lines.JournalError as error:
@@ -115,12 +120,15 @@ class Edge(Creating, Packing, Pressure, Files, Ports):
         container = self.backends.get("container")
         if not isinstance(container, Container):
             return None
+        return Network(Egress(prefix, self.config.dns_servers, container.keeper, self.noticed), self.config.uid_base)
 
-        def told(sandbox_id: str, kind: str, details: dict[str, Any]) -> None:
-            if self.table.known(sandbox_id):
-                self.events.add(sandbox_id, kind, **details)
-
-        return Network(Egress(prefix, self.config.dns_servers, container.keeper, told), self.config.uid_base)
+    async def serve_again(self, network: Network) -> None:
+        """After a restart: services of the node that sandboxes with links may ask."""
+        linked = [sandbox for sandbox in (*self.table.live(), *self.table.pooled()) if network.address(sandbox) is not None]
+        try:
+            await self.guard.serve(network.services, {rule for sandbox in linked for rule, on in sandbox.rules.items() if on})
+        except DSecError as error:  # tried again with the next sandbox
+            log.error("services of running sandboxes: %s", error.message)
 
     async def close(self, stop_sandboxes: bool) -> None:
         """Stop admitting; stop the sandboxes or leave them running for the next edge; let go of everything else."""
@@ -138,6 +146,8 @@ class Edge(Creating, Packing, Pressure, Files, Ports):
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.guard.close()
+        self.marks.close()
         if self.network is not None:
             await self.network.close()
         for backend in self.backends.values():
@@ -174,16 +184,22 @@ class Edge(Creating, Packing, Pressure, Files, Ports):
         """Other network rules, in force when this returns; connections that they do not allow are cut."""
         sandbox = self.live(sandbox_id)
         check_rules(self.backends[sandbox.backend], request.rules)
+        self.guard.check_rules(request.rules)
+        policy = sandbox.mirrors if request.mirrors is UNSET else request.mirrors
+        compile_policy(policy)
         await self.settled(sandbox)
         if sandbox.state is not State.HIBERNATED:
             await self.reach(sandbox)
-        before, sandbox.rules = sandbox.rules, request.rules
+        before, seen = sandbox.rules, sandbox.mirrors
+        sandbox.rules, sandbox.mirrors = request.rules, policy
+        self.guard.forget(sandbox.id)
         try:
             self.journal.write(sandbox.change())
             if sandbox.state is not State.HIBERNATED and self.network is not None:
-                await self.network.attach(sandbox)
+                await self.link(sandbox)
         except BaseException:
-            sandbox.rules = before
+            sandbox.rules, sandbox.mirrors = before, seen
+            self.guard.forget(sandbox.id)
             with contextlib.suppress(DSecError):
                 self.journal.write(sandbox.change())
             raise
@@ -192,7 +208,8 @@ class Edge(Creating, Packing, Pressure, Files, Ports):
     def get_network(self, sandbox_id: str) -> NetworkInfo:
         """The network rules in force."""
         sandbox = self.table.get(sandbox_id)
-        return NetworkInfo(rules=sandbox.rules, address=None if self.network is None else self.network.address(sandbox))
+        address = None if self.network is None else self.network.address(sandbox)
+        return NetworkInfo(rules=sandbox.rules, address=address, mirrors=sandbox.mirrors)
 
     def list_events(self, sandbox_id: str, kind: str | None, offset: int, limit: int) -> EventPage:
         """What a sandbox did or tried. SandboxNotFound, InvalidRequest."""

@@ -17,12 +17,14 @@ import msgspec
 
 from dsec.linux.files import sync_directory
 from libdsec.errors import ResourceExhausted
+from libdsec.mirrors import MirrorPolicy
 from libdsec.wire import Cause, CpuClass, Limits, MemoryLost, SandboxSpec
 
 VERSION = 1
 MOVED = 2  # the version of lines about a sandbox without a supervisor
 KEPT = 3  # of those about one whose running commands are on the disk
 RULED = 4  # of those with network rules that allow something
+GIVEN = 5  # of those with secrets or a policy of mirrors
 COMPACT_BYTES = 32 << 20  # a running edge compacts when the file passed this and is mostly history
 
 
@@ -76,6 +78,7 @@ class Change(Line, tag="change"):
     idle: float | None = None
     auto_pause: float | None = None
     rules: dict[str, bool] | None = None  # of the network, when they are not those of the creation
+    mirrors: MirrorPolicy | None = None  # likewise
 
 
 class Rollback(Line, tag="rollback"):
@@ -156,8 +159,8 @@ def load(path: Path) -> dict[str, Entry]:
             if number == len(lines) and not torn:
                 break  # a block of zeros, or half a line that a later newline closed
             raise JournalError(f"{path}:{number}: not a journal line: {error}") from error
-        if not VERSION <= version <= RULED:
-            raise JournalError(f"{path}:{number}: journal version {version}, this edge knows versions {VERSION} to {RULED} only")
+        if not VERSION <= version <= GIVEN:
+            raise JournalError(f"{path}:{number}: journal version {version}, this edge knows versions {VERSION} to {GIVEN} only")
         try:
             line = _DECODER.decode(raw)
         except msgspec.MsgspecError as error:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsec.edge.journal import RULED, Change, Create, Ended, Entry, Hibernate, Move, Ready
+from dsec.edge.journal import GIVEN, RULED, Change, Create, Ended, Entry, Hibernate, Move, Ready
 from dsec.edge.journal import VERSION as JOURNAL_VERSION
 from dsec.edge.supervisor import Control
 from dsec.edge.wire import Record
@@ -22,6 +22,7 @@ from libdsec.errors import (
     SandboxNotFound,
     Unavailable,
 )
+from libdsec.mirrors import MirrorPolicy
 from libdsec.wire import Cause, CpuClass, Health, Limits, MemoryLost, SandboxInfo, SandboxSpec, State
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Sandbox:
         "layers",
         "limits",
         "memory_lost",
+        "mirrors",
         "move",
         "name",
         "noticed",
@@ -158,6 +160,7 @@ class Sandbox:
         self.pool: Pool | None = None  # it was made ahead, and is nobody's until its hand-out is done
         self.env: dict[str, str] = {}  # of its image
         self.rules = spec.network_rules  # of the network, as they are now
+        self.mirrors = spec.mirrors  # likewise
         self.turn = 0  # how often it was made again; a supervisor serves one turn
         self.began = 0.0  # when this turn did, if another one was before
         self.crashed = -1  # the last turn whose supervisor died when it should have left in order
@@ -178,7 +181,7 @@ class Sandbox:
     def begin(self, spec: SandboxSpec, key: str | None, warnings: list[str]) -> None:
         """One that waited in a pool becomes this creator's: its life begins now."""
         self.spec, self.key, self.warnings = spec, key, warnings
-        self.rules = spec.network_rules
+        self.rules, self.mirrors = spec.network_rules, spec.mirrors
         self.name, self.labels = spec.name, spec.labels
         self.state, self.created_at = State.CREATING, time.time()
         self.ready = asyncio.get_running_loop().create_future()
@@ -272,9 +275,12 @@ class Sandbox:
     def change(self) -> Change:
         """The journal line for labels, lifetimes and network rules as they are now."""
         other = self.rules != self.spec.network_rules
+        seen = self.mirrors != self.spec.mirrors
+        version = GIVEN if seen else RULED if other else JOURNAL_VERSION
         return Change(
-            v=RULED if other else JOURNAL_VERSION, id=self.id, labels=self.labels, deadline=self.deadline, idle=self.idle_timeout,
+            v=version, id=self.id, labels=self.labels, deadline=self.deadline, idle=self.idle_timeout,
             auto_pause=self.auto_pause, rules=self.rules if other else None,
+            mirrors=(self.mirrors or MirrorPolicy()) if seen else None,
         )  # fmt: skip
 
     def answers(self) -> Ready:
@@ -296,6 +302,7 @@ class Sandbox:
             sandbox.labels, sandbox.deadline = change.labels, change.deadline
             sandbox.idle_timeout, sandbox.auto_pause = change.idle, change.auto_pause
             sandbox.rules = sandbox.rules if change.rules is None else change.rules
+            sandbox.mirrors = change.mirrors or sandbox.mirrors
         if entry.ready is not None:
             sandbox.pid, sandbox.init_pid, sandbox.turn = entry.ready.pid, entry.ready.init, entry.ready.turn
         sandbox.env, sandbox.move = made.env or {}, entry.move

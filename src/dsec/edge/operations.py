@@ -78,13 +78,16 @@ class Operations(Core):
     async def commands(self, sandbox_id: str) -> list[CommandInfo]:
         """Every command that is remembered, in the order of their starts."""
         sandbox = await self._seen(sandbox_id)
+        return [commands.info(sandbox.id, record, sandbox.titles) for record in await self.records(sandbox)]
+
+    async def records(self, sandbox: Sandbox) -> list[Record]:
+        """What is known of all its commands, in the order of their starts."""
         if sandbox.at_rest:
             found = await asyncio.to_thread(records.read_commands, self._kept(sandbox))
             found += await asyncio.to_thread(self._sleeping, sandbox)
         else:
             found = [_record(Fields(frame.payload)) for frame in await self.collect(sandbox, wire.F_LIST)]
-        found.sort(key=lambda record: record.start_ns)
-        return [commands.info(sandbox.id, record, sandbox.titles) for record in found]
+        return sorted(found, key=lambda record: record.start_ns)
 
     async def command(self, sandbox_id: str, command: str) -> CommandInfo:
         """One command. CommandNotFound."""
@@ -227,6 +230,8 @@ class Operations(Core):
                             at[item.stream] = item.offset + len(item.data)
                         elif item.result is not None:
                             await self._check_ending(sandbox, item.result.ending, item.result.ended_at)
+                            for limit in item.result.limits_hit:
+                                self.noticed(sandbox.id, "limit_hit", {"limit": limit, "command": command})
                             if item.result.shell_replaced:
                                 sandbox.damaged("its shell was replaced")
                         yield item
@@ -371,6 +376,7 @@ class Operations(Core):
             for bit, name in commands.LIMITS:
                 if record.limits & bit:
                     self.counters.limits[name].inc()
+                    self.noticed(sandbox.id, "limit_hit", {"limit": name, "command": record.command})
         if record.flags & wire.R_SHELL_REPLACED:
             sandbox.damaged("its shell was replaced")
 

@@ -232,7 +232,7 @@ class Pooling(Snapshots):
             + wire.u64(wire.T_DEADLINE_NS, nanoseconds(sandbox.deadline))
             + wire.u64(wire.T_IDLE_NS, nanoseconds(sandbox.idle_timeout))
             + wire.u64(wire.T_AUTO_PAUSE_NS, nanoseconds(sandbox.auto_pause))
-            + env_fields({**image.env, **spec.env})
+            + env_fields({**image.env, **self.guard.environment(sandbox), **spec.env})
         )
         if control is None:
             raise ConnectionLost("its supervisor is gone")

@@ -156,7 +156,7 @@ class Snapshots(Core):
         image = await self.images.resolve(None, sandbox.layers)
         try:
             await self.call(sandbox, wire.F_CHECKPOINT, request, again=False)
-            await backend.keep_memory(describe(self.config, sandbox, image.layers), sandbox.init_pid, volume)
+            await backend.keep_memory(describe(self.config, sandbox, image.layers, self.guard), sandbox.init_pid, volume)
         finally:
             await self.call(sandbox, wire.F_RESUME)
 
@@ -264,6 +264,8 @@ class Snapshots(Core):
             idle_timeout=sandbox.idle_timeout if request.idle_timeout is msgspec.UNSET else request.idle_timeout,
             auto_pause=sandbox.auto_pause or 0,  # never, whatever the default
             network_rules=sandbox.rules,
+            mirrors=sandbox.mirrors,
+            secrets=[],
         )  # fmt: skip
         return made, spec
 

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 
 from dsec.edge.backends.base import Layer, StartSpec
 from dsec.edge.config import MIB, EdgeConfig
+from dsec.edge.guarding import Guard
 from dsec.edge.lifecycle import SLOT_SIZE, Sandbox
 
 
-def describe(config: EdgeConfig, sandbox: Sandbox, layers: Sequence[Layer], turn: int = 0, own_pids: bool = False) -> StartSpec:
+def describe(
+    config: EdgeConfig, sandbox: Sandbox, layers: Sequence[Layer], guard: Guard, turn: int = 0, own_pids: bool = False
+) -> StartSpec:
     """What its next supervisor is told."""
     spec, limits = sandbox.spec, sandbox.limits
     output = limits.output_bytes or config.output_bytes
@@ -17,7 +20,7 @@ def describe(config: EdgeConfig, sandbox: Sandbox, layers: Sequence[Layer], turn
         hostname=hostname(sandbox),
         layers=layers,
         volume=None if turn else spec.snapshot,
-        env={**sandbox.env, **spec.env} if sandbox.env else spec.env,
+        env={**sandbox.env, **guard.environment(sandbox), **spec.env},
         user=sandbox.user,
         workdir=sandbox.workdir,
         uid_base=config.uid_base + sandbox.slot * SLOT_SIZE,
@@ -39,6 +42,7 @@ def describe(config: EdgeConfig, sandbox: Sandbox, layers: Sequence[Layer], turn
         run_dir=sandbox.run_dir,
         state_dir=sandbox.state_dir,
         own_pids=own_pids,
+        given=guard.given(sandbox),
         turn=turn,
     )
 

@@ -308,7 +308,7 @@ class Turns(Snapshots, Pausing):
         for attempt in range(1, _TRIES + 1):
             try:
                 own_pids = sandbox.keeps and backend.capabilities.get("hibernate_memory", False)
-                started = await backend.start(describe(self.config, sandbox, image.layers, turn, own_pids=own_pids))
+                started = await backend.start(describe(self.config, sandbox, image.layers, self.guard, turn, own_pids=own_pids))
                 sandbox.pid, sandbox.init_pid, sandbox.turn = started.pid, started.init_pid, turn
                 sandbox.control = await self.connect(sandbox)
                 await self._relink(sandbox)

@@ -22,7 +22,11 @@ from libdsec.egress import EventPage, SandboxEvent
 
 log = logging.getLogger("dsec.guard")
 # egress_denied: address, port, protocol, reason; of the first time pid and process, where they are known. dns_denied: name, reason.
-KINDS = ("egress_denied", "dns_denied", "network_lost")
+# mirror_hidden: mirror, path. secret_refused, secret_echoed: host. canary_read: path, program. limit_hit: limit, command. damaged: what.
+KINDS = (
+    "egress_denied", "dns_denied", "network_lost", "mirror_hidden", "secret_refused", "secret_echoed", "canary_read", "limit_hit", "oom",
+    "damaged",
+)  # fmt: skip
 MOST = 1000  # events of one sandbox
 MOST_FILE = 512 << 10  # bytes
 MOST_DETAIL = 300  # characters of a text in an event

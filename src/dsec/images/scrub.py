@@ -20,7 +20,7 @@ EXAMPLES = 20  # paths named for each reason
 DEEPEST = 256  # directories below each other
 
 # Patterns are matched against the whole path inside the sandbox, without a leading slash. A matching directory goes with all below it.
-PLATFORM = r"etc/hostname|etc/hosts|etc/resolv\.conf|(?:dev|proc|sys)/.+"
+PLATFORM = r"etc/hostname|etc/hosts|etc/resolv\.conf|run/(?:secrets|mirrors)|(?:dev|proc|sys)/.+"
 HOME = r"(?:root|home/[^/]+)"
 CACHES = (
     rf"(?:.+/)?(?:__pycache__|\.pytest_cache|\.mypy_cache|\.ruff_cache)|{HOME}/\.cache|{HOME}/\.npm/(?:_cacache|_logs)"

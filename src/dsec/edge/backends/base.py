@@ -14,7 +14,8 @@ from libdsec.errors import Unsupported
 from libdsec.wire import CpuClass, Limits, PackRequest, PackResult
 
 __all__ = [
-    "CAPABILITIES", "Backend", "DiskUsage", "ImageResolver", "Layer", "ResolvedImage", "StartSpec", "Started", "capabilities", "require",
+    "CAPABILITIES", "Backend", "DiskUsage", "Given", "ImageResolver", "Layer", "ResolvedImage", "StartSpec", "Started", "capabilities",
+    "require",
 ]  # fmt: skip
 
 # What a sandbox of a backend can do. A backend names every one of them.
@@ -22,7 +23,7 @@ CAPABILITIES = (
     "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "network_rules",
     "egress_hosts", "cpu_class", "core_scheduling", "pause_memory", "pause_disk", "fork", "fork_memory", "snapshot", "rollback",
     "hibernate", "hibernate_memory", "pack_diff", "gpu", "desktop", "nested_containers", "privileged", "trusted_supervisor", "own_kernel",
-    "batch", "limits", "verdicts", "call_isolation", "ports", "watch",
+    "batch", "limits", "verdicts", "call_isolation", "ports", "watch", "secret_files",
 )  # fmt: skip
 
 
@@ -66,6 +67,17 @@ class ImageResolver(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """A file below /run. `name`: secrets/NAME or mirrors/NAME; ids as inside."""
+
+    name: str
+    data: bytes = dataclasses.field(repr=False)
+    mode: int = 0o444
+    uid: int = 0
+    gid: int = 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StartSpec:
     """A sandbox with nothing left open: every default filled in. Bytes, nanoseconds of the real-time clock (0: never)."""
@@ -96,6 +108,7 @@ class StartSpec:
     run_dir: str
     state_dir: str
     own_pids: bool = False  # commands of another sandbox will be restored in it
+    given: Sequence[Given] = ()  # files of its own that no layer, snapshot or diff has
     turn: int = 0  # how often it was made again; then its writable layer is the one that it has
     worker: bool = False  # it serves function calls instead of commands
 

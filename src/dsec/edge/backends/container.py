@@ -48,7 +48,7 @@ class Container:
     _always: Mapping[str, bool] = capabilities(
         "exec", "stream", "stdin", "pty", "sessions", "files", "disk_quota", "memory_disk", "oom_events", "no_network", "cpu_class",
         "pause_memory", "fork", "snapshot", "rollback", "hibernate", "pack_diff", "trusted_supervisor", "limits",
-        "ports", "watch",
+        "ports", "watch", "secret_files",
     )  # fmt: skip
 
     def __init__(
@@ -312,6 +312,7 @@ class Container:
             parts.append(wire.u64(wire.T_FN_WORKER, 1))
         if spec.env:
             parts.append(env_fields(spec.env))
+        parts.extend(wire.given(given.name, given.data, given.mode, given.uid, given.gid) for given in spec.given)
         return b"".join(parts)
 
 

@@ -20,7 +20,7 @@ _START = 30.0  # seconds in which a warden must have taken the links over
 _ANSWER = 30.0
 _PAUSE, _PAUSE_MAX = 0.2, 10.0  # before it is started again
 
-Told = Callable[[str, str, dict[str, Any]], None]
+Told = Callable[[str, str, Mapping[str, Any]], None]
 
 
 class Egress:

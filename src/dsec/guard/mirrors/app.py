@@ -1,34 +1,23 @@
-"""The HTTP application of one mirror, and the server of it: who asks is told by the connection, never by the request."""
+"""The HTTP application of one mirror. Who asks is told by the connection, never by the request."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 from urllib.parse import unquote
 
-from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
-
+from dsec.guard.http import AT_ONCE, Receive, Scope, Send
 from dsec.guard.mirrors.cache import Blob
 from dsec.guard.mirrors.errors import Failed, Hidden
 from dsec.guard.mirrors.policy import View
 from dsec.guard.mirrors.protocol import Answer, Ask, Mirror
 
 log = logging.getLogger("dsec.guard")
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 Found = Callable[[str], tuple[str, View] | None]  # from a peer's address to a sandbox and its view; None: refuse
 Noticed = Callable[[str, str, str], None]  # a sandbox asked this mirror for this path, which its policy hides
 
-AT_ONCE = 32  # requests of one sandbox
 PATH_MAX = 2048
 _HOST = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
 
@@ -99,84 +88,3 @@ async def _answer(send: Send, answer: Answer) -> None:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         body = b""
     await send({"type": "http.response.body", "body": body})
-
-
-class Server:
-    """Serves an application on sockets that are bound already."""
-
-    def __init__(self, app: Asgi) -> None:
-        self._state = ServerState()
-        self._servers: list[asyncio.Server] = []
-        self._config = Config(
-            app, loop="none", http=_Protocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,
-            proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=30,
-        )  # fmt: skip
-        self._config.load()
-
-    async def serve(self, sock: socket.socket) -> None:
-        """Accept on it."""
-        server = await asyncio.get_running_loop().create_server(self._protocol, sock=sock, backlog=1024)
-        self._servers.append(server)
-
-    async def stop(self) -> None:
-        """Break off whatever is under way."""
-        for server in self._servers:
-            server.close()
-        for connection in list(self._state.connections):
-            connection.transport.abort()
-        tasks = list(self._state.tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _protocol(self) -> _Protocol:
-        return _Protocol(config=self._config, server_state=self._state, app_state={})
-
-
-class _Protocol(HttpToolsProtocol):
-    """With bounds on the head of a request, in bytes and in time: whoever talks here may be hostile."""
-
-    HEAD_MAX, HEAD_TIME = 32 << 10, 20.0
-    _head = 0
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._arm()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        self._head = 0
-        if len(self.pipeline) >= AT_ONCE:
-            raise ValueError("too many requests at once on one connection")
-        if self._timer is None:
-            self._arm()
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 64)
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._disarm()
-        super().on_headers_complete()
-
-    def _count(self, size: int) -> None:
-        self._head += size
-        if self._head > self.HEAD_MAX:
-            raise ValueError("the head of the request is too long")
-
-    def _arm(self) -> None:
-        self._timer = self.loop.call_later(self.HEAD_TIME, self.transport.abort)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

@@ -71,7 +71,7 @@ class PyPI:
             raise Hidden
         name = canonicalize_name(name)
         document = await self._upstream.document(f"{self._url}{quote(name, safe='')}/", _ACCEPT)
-        found: list[File] = await self._upstream.made(document, "pypi", _parse)
+        found: list[File] = await self._upstream.made(document, "pypi", _parse, threaded=True)
         return [file for file in found if view.dated(file.uploaded) and view.admits(name, file.version)]
 
     async def _file(self, name: str, filename: str, view: View) -> Answer:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from dsec.guard.http import Server
 from dsec.guard.mirrors import clients, hostconfig
-from dsec.guard.mirrors.app import App, Found, Noticed, Server
+from dsec.guard.mirrors.app import App, Found, Noticed
 from dsec.guard.mirrors.cache import Cache
 from dsec.guard.mirrors.crates import Crates
 from dsec.guard.mirrors.debian import Archive, Debian, archives_of, sources

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from dsec.guard.residue.needles import Needles
-from dsec.linux.calls import MS_RDONLY, PR_SET_PDEATHSIG, borrow_tree, mount, prctl, private_mounts
+from dsec.linux.calls import MS_RDONLY, PR_SET_PDEATHSIG, borrow_tree, mount, prctl, private_mounts, umount
 from libdsec.residue import Finding, Replaced
 
 PIECE = 8 << 20  # of a file that is read at once
@@ -34,6 +34,7 @@ MOST_OF_FILE = 256 << 20  # bytes of one file that are looked at
 MOST_FINDINGS = 500
 MOST_MEMORY = 2 << 30
 DEEPEST = 256
+MNT_DETACH = 2
 PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd")
 PROGRAMS = re.compile(rb"(?:usr/)?(?:local/)?(?:s?bin|lib(?:exec|32|64|x32)?)(?:/.+)?")
 
@@ -181,9 +182,7 @@ def _roots(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
                 lowers.append(str(lower))
             yield str(tree), lowers
         finally:
-            from dsec.linux.calls import umount
-
-            umount(work, 2)  # MNT_DETACH: with all that is mounted in it
+            umount(work, MNT_DETACH)  # with all that is mounted in it
 
 
 def main() -> int:

@@ -42,6 +42,10 @@ class Watch:
                 unwatched.append(path)
         return unwatched
 
+    def watches(self, sandbox: str) -> bool:
+        """Whether a file of it is watched."""
+        return any(of == sandbox for of, _, _ in self._marked.values())
+
     def forget(self, sandbox: str) -> None:
         """Its mounts are gone, and the marks with them."""
         for key in [key for key, (of, _, _) in self._marked.items() if of == sandbox]:

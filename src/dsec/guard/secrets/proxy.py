@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import httpx
 
-from dsec.guard.mirrors.app import Receive, Scope, Send
+from dsec.guard.http import Receive, Scope, Send
 from dsec.guard.secrets.store import Secret
 
 log = logging.getLogger("dsec.guard")
