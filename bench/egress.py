@@ -27,9 +27,9 @@ from dsec.linux import calls, netlink
 from dsec.linux.netlink import F_ACK, F_CREATE, F_EXCL, ROUTE, Netlink, attr, in_namespace, message, nest, text, u32
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 
-FAR, PORT = "203.0.113.7", 5201
+FAR, PORT = "192.0.2.7", 5201
 BARE = ("10.77.0.1", "10.77.0.2")
-RULES = {f"tcp:{FAR}:{PORT}": True, "www.example.org": True, "udp:203.0.113.0/24:123": True}
+RULES = {f"tcp:{FAR}:{PORT}": True, "www.example.org": True, "udp:192.0.2.0/24:123": True}
 MANY = 10_000
 LIVE = 500
 
@@ -143,7 +143,7 @@ async def _updates(bench: Bench, client: DSecClient, live: int) -> None:
     await asyncio.gather(*(maker() for _ in range(8)))
     chance, took = random.Random(1), []
     for i in range(100 if bench.quick else 1000):
-        rules = {**RULES, f"tcp:203.0.113.{chance.randrange(256)}:{1 + i}": True, f"h{i}.example.org": True}
+        rules = {**RULES, f"tcp:192.0.2.{chance.randrange(256)}:{1 + i}": True, f"h{i}.example.org": True}
         box = chance.choice(boxes)
         began = time.perf_counter()
         await box.set_network(rules)

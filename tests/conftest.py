@@ -167,9 +167,9 @@ def internet() -> Iterator[Internet]:
 
     with Internet() as net:
         net.names = {
-            "www.example.org": ["203.0.113.10", "2001:db8:1::10"], "other.example.org": ["203.0.113.11"], "db.example.net": ["203.0.113.20"],
-            "private.example.org": ["10.1.2.3"], "metadata.example.org": ["169.254.169.254"], "mixed.example.org": ["203.0.113.12", "127.0.0.1"],
-            "evil.example.com": ["203.0.113.66"],
+            "www.example.org": ["192.0.2.10", "2001:db8:1::10"], "other.example.org": ["192.0.2.11"], "db.example.net": ["192.0.2.20"],
+            "private.example.org": ["10.1.2.3"], "metadata.example.org": ["169.254.169.254"], "mixed.example.org": ["192.0.2.12", "127.0.0.1"],
+            "evil.example.com": ["192.0.2.66"],
         }  # fmt: skip
         net.say()
         yield net

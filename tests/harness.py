@@ -71,7 +71,7 @@ class Node:
             "DSEC_STATE": str(self.state), "DSEC_RUN": str(self.run), "DSEC_LISTEN": f"127.0.0.1:{self.port}",
             "DSEC_NODE_MEDIUM_SIZE_MB": str(self.medium_mb), "DSEC_NODE_MEMORY_RESERVE_MB": "512",
             "DSEC_NODE_FORK_MEMORY": "true",
-            "DSEC_EGRESS_DNS": "203.0.113.53",  # of tests.internet
+            "DSEC_EGRESS_DNS": "192.0.2.53",  # of tests.internet
             "DSEC_MEMORY_SWAP": "off",  # it is the whole machine's: who tests it asks for it
         }  # fmt: skip
 

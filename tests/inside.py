@@ -1,6 +1,6 @@
 """What tests of egress run inside a sandbox: small network clients in Python, whose answers come back as JSON.
 
-    await inside(box, 'tcp("203.0.113.7", 7000)')      # "ok: hi", or the name of the error
+    await inside(box, 'tcp("192.0.2.7", 7000)')      # "ok: hi", or the name of the error
 """
 from __future__ import annotations
 

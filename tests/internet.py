@@ -2,10 +2,10 @@
 an echo by TCP and UDP, pings. It says who came.
 
     with Internet() as net:
-        net.names["www.example.org"] = ["203.0.113.10"]      # what its name server says
-        net.visits()                                         # [("tcp", "203.0.113.10", 443), ...] since the last call
+        net.names["www.example.org"] = ["192.0.2.10"]      # what its name server says
+        net.visits()                                         # [("tcp", "192.0.2.10", 443), ...] since the last call
 
-All of 203.0.113.0/24 and 2001:db8:1::/64 is there. Web servers answer with what they were asked for: the server name, the host, the address.
+All of 192.0.2.0/24 and 2001:db8:1::/64 is there. Web servers answer with what they were asked for: the server name, the host, the address.
 """
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from dsec.guard.egress.links import address, default_route, up
 from dsec.linux import calls, netlink
 from dsec.linux.netlink import F_ACK, F_CREATE, F_EXCL, ROUTE, Netlink, attr, in_namespace, message, nest, text, u32
 
-NET4, NET6 = "203.0.113.0/24", "2001:db8:1::/64"
-DNS = "203.0.113.53"
+NET4, NET6 = "192.0.2.0/24", "2001:db8:1::/64"
+DNS = "192.0.2.53"
 HTTP, HTTPS, ECHO, DNS_PORT = 80, 443, 7000, 53
 _HOST4, _FAR4 = "198.51.100.1", "198.51.100.2"
 _HOST6, _FAR6 = "2001:db8:ff::1", "2001:db8:ff::2"

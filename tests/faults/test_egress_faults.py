@@ -13,7 +13,7 @@ from tests.internet import Internet
 
 from libdsec import Command, DSecContainerRunArgs, Sandbox
 
-FAR = "203.0.113.7"
+FAR = "192.0.2.7"
 TALK = f"""
 import socket, time
 s = socket.create_connection(("{FAR}", 7000), 5)
@@ -44,7 +44,7 @@ async def test_connections_and_rules_outlive_node_and_warden(own_node: Node, int
     until(lambda: _warden(own_node) not in (0, first))
     # it takes the links over as they are; names are asked for anew, by who asks and by the proxy
     await _works(box)
-    assert await inside(box, 'web("www.example.org", "203.0.113.10")["sni"]', f'tcp("{FAR}", 7001)', 'resolve("other.example.org")') == [
+    assert await inside(box, 'web("www.example.org", "192.0.2.10")["sni"]', f'tcp("{FAR}", 7001)', 'resolve("other.example.org")') == [
         "www.example.org", "ECONNREFUSED", "EAI_-2",
     ]  # fmt: skip
     assert await inside(changed, f'tcp("{FAR}", 7000)', f'tcp("{FAR}", 7001)') == ["ECONNREFUSED", "ok: hi"]

@@ -15,7 +15,7 @@ from libdsec import Command, DSecClient, DSecContainerRunArgs, Sandbox
 from libdsec.errors import InvalidRequest
 
 Make = Callable[..., Awaitable[Sandbox]]
-FAR, FAR6 = "203.0.113.7", "2001:db8:1::7"
+FAR, FAR6 = "192.0.2.7", "2001:db8:1::7"
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ async def make(client: DSecClient, python_image: str, internet: Internet) -> Asy
 
 
 async def test_addresses_ports_and_protocols(make: Make, internet: Internet) -> None:
-    box = await make({f"tcp:{FAR}:7000": True, f"udp:[{FAR6}]:7000": True, "icmp:203.0.113.0/28": True, "icmp:203.0.113.9": False})
+    box = await make({f"tcp:{FAR}:7000": True, f"udp:[{FAR6}]:7000": True, "icmp:192.0.2.0/28": True, "icmp:192.0.2.9": False})
     found = await inside(
-        box, f'tcp("{FAR}", 7000)', f'tcp("{FAR}", 7001)', 'tcp("203.0.113.8", 7000)', f'udp("{FAR}", 7000)', f'tcp("{FAR6}", 7000)',
-        f'udp("{FAR6}", 7000)', f'ping("{FAR}")', 'ping("203.0.113.9")', 'ping("203.0.113.20")', f'ping("{FAR6}")',
+        box, f'tcp("{FAR}", 7000)', f'tcp("{FAR}", 7001)', 'tcp("192.0.2.8", 7000)', f'udp("{FAR}", 7000)', f'tcp("{FAR6}", 7000)',
+        f'udp("{FAR6}", 7000)', f'ping("{FAR}")', 'ping("192.0.2.9")', 'ping("192.0.2.20")', f'ping("{FAR6}")',
         f'udp("{FAR6}", 7000, b"x" * 9000)', 'resolve("www.example.org")',
     )  # fmt: skip
     assert found == [
@@ -55,13 +55,13 @@ async def test_names(make: Make, internet: Internet) -> None:
     box = await make({"www.example.org": True, "tcp:db.example.net:7000": True})
     found = await inside(
         box, 'resolve("www.example.org")', 'web("www.example.org")', 'web("www.example.org", port=80)', 'web("www.example.org", "2001:db8:1::10")',
-        'web("other.example.org")', 'tcp("203.0.113.20", 7000)', '(resolve("db.example.net"), tcp("203.0.113.20", 7000), tcp("203.0.113.20", 7001))',
-        'tcp("203.0.113.10", 7000)', 'question("www.example.org", 16)', 'question("www.example.org", 255)',
+        'web("other.example.org")', 'tcp("192.0.2.20", 7000)', '(resolve("db.example.net"), tcp("192.0.2.20", 7000), tcp("192.0.2.20", 7001))',
+        'tcp("192.0.2.10", 7000)', 'question("www.example.org", 16)', 'question("www.example.org", 255)',
     )  # fmt: skip
-    assert found[0] == ["2001:db8:1::10", "203.0.113.10"]
+    assert found[0] == ["2001:db8:1::10", "192.0.2.10"]
     assert found[1]["sni"] == "www.example.org" and found[1]["address"] in found[0] and found[2]["host"] == "www.example.org"
     assert found[3]["address"] == "2001:db8:1::10" and found[4] == "EAI_-2" and found[5] == "ECONNREFUSED"
-    assert found[6] == [["203.0.113.20"], "ok: hi", "ECONNREFUSED"] and found[7] == "ECONNREFUSED"
+    assert found[6] == [["192.0.2.20"], "ok: hi", "ECONNREFUSED"] and found[7] == "ECONNREFUSED"
     assert found[8] == {"code": 0, "answers": 0} == found[9]
     assert set(internet.asked()) <= {"www.example.org", "db.example.net"}  # and nothing else; the node may have known the answers
     assert {e.details["name"] for e in await box.events(kind="dns_denied")} == {"other.example.org"}
@@ -92,7 +92,7 @@ import socket, sys, time
 def connect(port, kind=socket.SOCK_STREAM):
     s = socket.socket(socket.AF_INET, kind)
     s.settimeout(2)
-    s.connect(("203.0.113.10" if port == 80 else "203.0.113.7", port))
+    s.connect(("192.0.2.10" if port == 80 else "192.0.2.7", port))
     return s
 socket.getaddrinfo("www.example.org", 80)
 plain, web, datagrams = connect(7000), connect(80), connect(7000, socket.SOCK_DGRAM)

