@@ -1,7 +1,8 @@
-"""What the HTTP servers of the product share: uvicorn's protocol, from which a handler can take the connection (101)."""
+"""What the HTTP servers of the product share: uvicorn's protocol with bounds, and with connections that a handler takes over (101)."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,62 @@ from libdsec.link import Link
 TAKE = "dsec.take"  # key of the scope of a request that asks for an upgrade: a function from the head of the reply to the Link
 Take = Callable[[bytes], Link]
 _BEHIND_MAX = 64 << 10
+_HEADER_COST = 64  # what a header counts beside its bytes: it is an object here
 
 
-class UpgradingProtocol(HttpToolsProtocol):
+class BoundedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 with bounds on what a client can make us hold: the head of a request, in bytes and in seconds, and requests that wait."""
+
+    head_max = 64 << 10
+    head_time = 30.0
+    at_once = 16  # requests that wait for their turn on one connection
+
+    _head = 0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._head = 0
+        if len(self.pipeline) >= self.at_once:
+            raise ValueError("too many requests at once on one connection")
+        if self._timer is None:
+            self._arm()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + _HEADER_COST)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._disarm()
+        super().on_headers_complete()
+
+    def _count(self, size: int) -> None:
+        self._head += size
+        if self._head > self.head_max:
+            raise ValueError("the head of the request is too long")  # the parser stops, and the client gets a 400
+
+    def _arm(self) -> None:
+        self._timer = self.loop.call_later(self.head_time, self.transport.abort)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class UpgradingProtocol(BoundedProtocol):
     """HTTP/1.1 until a handler takes the connection. A request that asks for an upgrade is the last one of its connection."""
 
     _behind: bytes | None = None  # what came after such a request

@@ -152,7 +152,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(served: Api, monkeypa
 
 
 async def test_one_that_says_nothing_is_let_go(served: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsec.apiserver.server.HEAD_TIME", 0.2)
+    monkeypatch.setattr("dsec.serving.BoundedProtocol.head_time", 0.2)
     for data in (b"", b"GET /healthz HT"):
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(data)

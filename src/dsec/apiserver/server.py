@@ -19,48 +19,16 @@ from dsec.serving import UpgradingProtocol
 from libdsec.wire import ErrorBody
 
 KEEP_ALIVE = 75  # seconds that an idle connection is kept; clients let go earlier
-HEAD_TIME = 30.0  # seconds for the head of a request
-HEAD_MAX = 64 << 10
-HEADER_COST = 64  # what a header counts beside its bytes: it is an object here
-PIPELINE_MAX = 16  # requests that wait for their turn on one connection
 BACKLOG = 4096
 _WRITE_HIGH = 512 << 10  # bytes waiting for a slow client before its stream waits
 
 
 class _Protocol(UpgradingProtocol):
-    """uvicorn's, with a bound on a request's head in bytes and in time, and errors in our form."""
-
-    _head = 0
-    _timer: asyncio.TimerHandle | None = None
+    """The product's, with whole replies in one write and errors in our form."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITE_HIGH)
-        self._arm()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        self._head = 0
-        if len(self.pipeline) >= PIPELINE_MAX:
-            raise ValueError("too many requests at once on one connection")
-        if self._timer is None:
-            self._arm()
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + HEADER_COST)
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._disarm()
-        super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         cycle.scope[WHOLE] = functools.partial(_write_whole, cycle)  # type: ignore[literal-required]
@@ -71,19 +39,6 @@ class _Protocol(UpgradingProtocol):
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode("ascii") + body)
         self.transport.close()
-
-    def _count(self, size: int) -> None:
-        self._head += size
-        if self._head > HEAD_MAX:
-            raise ValueError("the head of the request is too long")  # the parser stops, and the client gets a 400
-
-    def _arm(self) -> None:
-        self._timer = self.loop.call_later(HEAD_TIME, self.transport.abort)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def _write_whole(cycle: RequestResponseCycle, status: int, headers: bytes, body: bytes) -> bool:

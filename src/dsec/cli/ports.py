@@ -10,7 +10,7 @@ import typer
 from dsec.cli import common
 
 if TYPE_CHECKING:
-    from libdsec import DSecClient, Sandbox
+    from libdsec import DSecClient, DSecError
 
 
 def port_forward(
@@ -22,16 +22,18 @@ def port_forward(
     pairs = [_pair(text) for text in ports]
 
     async def work(client: DSecClient) -> int:
+        from dsec.faces.ports import Forward
+
         box = await common.find(client, sandbox)
-        servers = []
+        opened = []
         for here, inside in pairs:
             try:
-                server = await _listen(box, address, here, inside)
+                forward = await Forward.open(box, inside, here, address=address, said=_say)
             except OSError as error:
                 common.fail(f"cannot listen on {address}:{here}: {error.strerror or error}")
-            servers.append(server)
-            print(f"{address}:{server.sockets[0].getsockname()[1]} -> {box.id}:{inside}", flush=True)
-        await asyncio.gather(*(server.serve_forever() for server in servers))
+            opened.append(forward)
+            print(f"{address}:{forward.port} -> {box.id}:{inside}", flush=True)
+        await asyncio.Event().wait()
         return 0
 
     raise typer.Exit(common.call(work))
@@ -45,24 +47,5 @@ def _pair(text: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-async def _listen(box: Sandbox, address: str, here: int, inside: int) -> asyncio.Server:
-    from libdsec import DSecError, Link
-    from libdsec.link import relay
-
-    class Here(Link):
-        """One connection to us."""
-
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)
-            self.passing = asyncio.ensure_future(self._pass())
-
-        async def _pass(self) -> None:
-            try:
-                far = await box.connect_port(inside)
-            except DSecError as error:
-                common.say(f"{error.code}: {error.message}")
-                self.abort()
-                return
-            await relay(self, far)
-
-    return await asyncio.get_running_loop().create_server(Here, address, here)
+def _say(error: DSecError) -> None:
+    common.say(f"{error.code}: {error.message}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from libdsec import DSecError, Sandbox
 from libdsec.link import Link, relay
@@ -11,17 +12,18 @@ from libdsec.link import Link, relay
 class Forward:
     """Open until `close`; in the event loop that opened it. What connects while nothing listens inside is cut off."""
 
-    def __init__(self, box: Sandbox, inside: int) -> None:
-        self._box = box
-        self._inside = inside
+    def __init__(self, box: Sandbox, inside: int, said: Callable[[DSecError], None]) -> None:
+        self._box, self._inside, self._said = box, inside, said
         self._server: asyncio.Server
         self._relays: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def open(cls, box: Sandbox, inside: int, port: int = 0) -> Forward:
-        """`port`: here, on loopback; 0 takes a free one."""
-        made = cls(box, inside)
-        made._server = await asyncio.get_running_loop().create_server(lambda: _Door(made), "127.0.0.1", port)
+    async def open(
+        cls, box: Sandbox, inside: int, port: int = 0, *, address: str = "127.0.0.1", said: Callable[[DSecError], None] = lambda error: None
+    ) -> Forward:
+        """`port`: here; 0 takes a free one. `said`: hears why a connection was cut off."""
+        made = cls(box, inside, said)
+        made._server = await asyncio.get_running_loop().create_server(lambda: _Door(made), address, port)
         return made
 
     @property
@@ -46,7 +48,8 @@ class Forward:
     async def _lead(self, link: Link) -> None:
         try:
             await relay(link, await self._box.connect_port(self._inside))
-        except DSecError:
+        except DSecError as error:
+            self._said(error)
             link.abort()
         except BaseException:
             link.abort()
