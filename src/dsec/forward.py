@@ -138,6 +138,7 @@ class _Reply:
             raise BadReply(f"its reply has the status {self.status} or a header that is malformed: {bad[:1]}")
 
     def on_body(self, body: bytes) -> None:
+        self._size = 0
         if self._head_done:
             self._parts.append(body)
 
@@ -164,7 +165,10 @@ class _Reply:
                 yield part
             if self._whole:
                 return
-            if not await self._more() and not self._whole:
+            ended = not await self._more()
+            if self._size > HEAD_MAX and not self._parts and not self._whole:
+                raise ConnectionFailed("what follows the reply's body has no end", sent=True)  # trailers, which the parser keeps
+            if ended and not self._whole:
                 if lengths & {b"content-length", b"transfer-encoding"}:
                     raise ConnectionFailed("the reply broke off", sent=True)
                 return  # its end was to be the end of the connection

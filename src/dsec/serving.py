@@ -27,6 +27,7 @@ class BoundedProtocol(HttpToolsProtocol):
     at_once = 16  # requests that wait for their turn on one connection
 
     _head = 0
+    _unread = 0  # bytes since something was whole: the parser keeps a name or value until it ends, behind a body as well
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -37,8 +38,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._disarm()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        self._unread += len(data)
+        super().data_received(data)
+        self._cut_endless(data)
+
     def on_message_begin(self) -> None:
-        self._head = 0
+        self._head = self._unread = 0
         if len(self.pipeline) >= self.at_once:
             raise ValueError("too many requests at once on one connection")
         if self._timer is None:
@@ -55,7 +61,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._disarm()
+        self._unread = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread = 0
+        super().on_body(body)
+
+    def _cut_endless(self, data: bytes) -> None:
+        """Called with what was read; what of it was not looked at yet is no more than that."""
+        if self._unread > self.head_max + len(data):
+            self.transport.abort()
 
     def _count(self, size: int) -> None:
         self._head += size
@@ -81,12 +97,15 @@ class UpgradingProtocol(BoundedProtocol):
         if self._behind is not None:
             self._keep(data)
             return
+        self._unread += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._keep(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
+        else:
+            self._cut_endless(data)
 
     def eof_received(self) -> None:
         if self._behind is not None:

@@ -86,6 +86,7 @@ HEAD = b"GET / HTTP/1.1\r\nHost: example.org\r\n"
         (HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n", "bad_length"),
         (HEAD + b"Content-Length: +1\r\n\r\n", "bad_length"),
         (HEAD + b"Transfer-Encoding: chunked, gzip\r\n\r\n", "bad_length"),
+        (b"POST / HTTP/1.0\r\nHost: example.org\r\nTransfer-Encoding: chunked\r\n\r\n", "bad_length"),
         (HEAD + b"Upgrade: h2c\r\n\r\n", "upgrade"),
         (b"GET /" + b"a" * 70000, "too_long"),
     ],
@@ -119,3 +120,6 @@ def test_a_body_ends_where_it_ends() -> None:
         Body(None).take(b"5x\r\nhello\r\n")
     with pytest.raises(Unclear):
         Body(None).take(b"5\r\nhelloX\r\n")
+    for trailer in (b"X: a\n\nGET /other HTTP/1.1\nHost: other.org\n\n", b"X: a\rY: b", b"no header", b" folded: x"):
+        with pytest.raises(Unclear):  # a reader that takes \n for the end of a line would see another request
+            Body(None).take(b"0\r\n" + trailer + b"\r\n\r\n")

@@ -79,7 +79,7 @@ def test_names_are_the_same_in_every_spelling() -> None:
     ("pypi", ["flask", "Flask"], ["flask-login", "flas"]),
     ("npm", ["flask", "@evil/flask"], ["flask-js", "@flask/core"]),
     ("debian", ["flask", "python3-flask", "python-flask-doc", "libflask3", "node-flask"], ["python3-flask-login", "task"]),
-    ("go", ["github.com/pallets/flask", "example.org/mirror/flask/v2", "gopkg.in/flask.v1", "flask"], ["github.com/pallets/flasks"]),
+    ("go", ["github.com/pallets/flask", "example.org/mirror/flask/v2", "gopkg.in/flask.v1", "flask", "github.com/Pallets/FLASK", "github.com/pallets/flask.git", "github.com/pallets/flask.git/src"], ["github.com/pallets/flasks"]),
     ("crates", ["flask", "Flask"], ["flask2"]),
 ])  # fmt: skip
 def test_a_hidden_project_has_no_name_left(mirror: str, hidden: list[str], shown: list[str]) -> None:
@@ -197,6 +197,40 @@ async def test_go(indexes: Indexes, mirrors: Mirrors) -> None:
         assert (await client.get("/example.org/!big/mod/@v/list")).status_code == 404
     async with seen(mirrors, "go") as client:
         assert (await client.get("/example.org/!big/mod/@latest")).json()["Version"] == "v1.10.0"
+
+
+async def test_what_is_no_name_is_not_asked_upstream(indexes: Indexes, mirrors: Mirrors) -> None:
+    """An upstream could take it for a name, which the policy would have hidden."""
+    policy = MirrorPolicy(hide=["flask"])
+    indexes.go("github.com/pallets/flask/", {"v1.0.0": "2023-01-01T00:00:00Z"})
+    for mirror, path in (
+        ("go", "/github.com/pallets/flask//@v/list"), ("go", "/github.com/pallets/flask/./@v/list"), ("pypi", "/simple/flask./"), ("pypi", "/simple/-flask/"),
+        ("npm", "/%2e%2e"),
+    ):  # fmt: skip
+        before = sum(indexes.asked.values())
+        async with seen(mirrors, mirror, policy) as client:
+            assert (await client.get(path)).status_code == 404, path
+        assert sum(indexes.asked.values()) == before, path
+
+
+async def test_files_on_their_way_do_not_fill_the_disk(indexes: Indexes, tmp_path: Path) -> None:
+    indexes.pypi("some-pkg", RELEASES, code="# " + "x" * 60_000 + "\n")
+    made = Mirrors(replace(settings(indexes, tmp_path), cache_bytes=150_000))
+    made.open()
+    paths = [f"/files/some-pkg/some_pkg-{version}-py3-none-any.whl" for version in RELEASES]
+    for file in [file for path, file in indexes.files.items() if path.startswith("/packages/")]:
+        file.cut = 60_000
+    async with seen(made, "pypi") as client:
+        await asyncio.gather(*(client.get(path) for path in paths), return_exceptions=True)
+    assert made.cache._arriving == 0 and made.cache.bytes == 0 and not list((tmp_path / "cache/tmp").iterdir())
+    made.cache._arriving = 140_000  # as if others were fetched
+    for file in indexes.files.values():
+        file.cut = None
+    async with seen(made, "pypi") as client:
+        assert (await client.get(paths[0])).status_code in (502, 503)
+        made.cache._arriving = 0
+        assert (await client.get(paths[0])).status_code == 200
+    await made.close()
 
 
 async def test_crates(indexes: Indexes, mirrors: Mirrors) -> None:

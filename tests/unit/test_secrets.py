@@ -1,6 +1,7 @@
 """Secrets: the store that never shows them, and the proxy that adds them to requests of those who may not see them."""
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dsec.guard.http import Server
+from dsec.guard.http import AT_ONCE, Server
 from dsec.guard.secrets.proxy import Cover, Grants, Proxy
 from dsec.guard.secrets.store import Secrets
 from libdsec.errors import InvalidRequest, NotFound
@@ -98,6 +99,28 @@ async def test_a_request_carries_what_its_sender_never_sees(echo: str, tmp_path:
     assert (echo, "echoed") in seen and ("elsewhere.example", "refused") in seen
 
 
+async def test_a_part_of_an_answer_cannot_be_asked_for(echo: str, tmp_path: Path) -> None:
+    store = Secrets(tmp_path / "secrets")
+    store.put("api", SecretSpec(value=VALUE, hosts=[echo], plain=True))
+    async with proxied({echo: [store.get("api")]}) as client:
+        reply = await client.get(f"http://{echo}/", headers={"range": "bytes=0-5", "if-range": "x", "request-range": "bytes=0-5"})
+        assert not {"range", "if-range", "request-range"} & {name.lower() for name in reply.json()["headers"]}
+
+
+async def test_one_sandbox_does_not_keep_the_proxy_from_the_others(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host = f"127.0.0.1:{silent.getsockname()[1]}"
+        store = Secrets(tmp_path)
+        store.put("api", SecretSpec(value=VALUE, hosts=[host], plain=True))
+        async with proxied({host: [store.get("api")]}) as client:
+            waiting = [asyncio.create_task(client.get(f"http://{host}/")) for _ in range(AT_ONCE + 1)]
+            done, _ = await asyncio.wait(waiting, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            assert [task.result().status_code for task in done] == [503]
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_nothing_without_a_grant_and_nothing_hangs(echo: str, tmp_path: Path) -> None:
     async with proxied(None) as client:
         assert (await client.get(f"http://{echo}/")).status_code == 403
@@ -114,7 +137,7 @@ def test_a_word_is_covered_however_it_is_cut(size: int) -> None:
     cover = Cover([b"secret", b"sec"])
     data = b"a secret, a sec, secsecret and se" * 3
     out = b"".join(cover.feed(data[i : i + size]) for i in range(0, len(data), size)) + cover.end()
-    assert len(out) == len(data) and b"secret" not in out and b"sec" not in out
+    assert len(out) == len(data) and b"secret" not in out and b"sec" not in out and b"ret" not in out
 
 
 def test_the_store_keeps_values_to_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -107,6 +107,8 @@ def request(data: bytes) -> Head | None:
             raise Unclear("bad_name")
     if b"upgrade" in headers:
         raise Unclear("upgrade")
+    if words[2] == b"HTTP/1.0" and b"transfer-encoding" in headers:
+        raise Unclear("bad_length")  # a server may not know chunks in that version
     return Head(host, end + 4, _length(headers))
 
 
@@ -159,6 +161,8 @@ class Body:
                 self._state = "size"
             elif not text:
                 self.done = True
+            elif not _HEADER.fullmatch(text) or b"\n" in text or b"\r" in text or b"\0" in text:
+                raise Unclear("bad_header")  # for a server that ends lines at \n, what follows may be another request
         return at
 
 

@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ A, AAAA = int(dns.rdatatype.A), int(dns.rdatatype.AAAA)
 LONGEST, SHORTEST = 300, 5  # seconds that an answer may be used, whatever its owner says
 _TIMEOUT, _TRIES = 2.0, 2  # of one name server; rounds over all of them
 _MOST_ASKING = 64  # questions of one sandbox under way
+_MOST_CONNECTIONS = 32  # by TCP, of one sandbox
 _MOST_CACHED = 10_000
 _MOST_ADDRESSES = 64  # of one answer
 _IDLE = 10.0  # seconds of silence on a TCP connection
@@ -129,6 +130,7 @@ class Resolver:
         self._who = who
         self._hidden = hidden
         self._asking: dict[str, int] = {}
+        self._connected: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._udp: socket.socket | None = None
         self._tcp: asyncio.Server | None = None
@@ -232,8 +234,9 @@ class Resolver:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")[0]
+        self._connected[peer] += 1
         try:
-            while (asker := self._who(peer)) is not None:
+            while self._connected[peer] <= _MOST_CONNECTIONS and (asker := self._who(peer)) is not None:
                 async with asyncio.timeout(_IDLE):
                     size = struct.unpack(">H", await reader.readexactly(2))[0]
                     data = await reader.readexactly(size)
@@ -246,6 +249,9 @@ class Resolver:
             pass
         finally:
             writer.transport.abort()
+            self._connected[peer] -= 1
+            if not self._connected[peer]:
+                del self._connected[peer]
 
 
 def _parse(data: bytes) -> dns.message.Message | None:

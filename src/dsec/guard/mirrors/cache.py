@@ -133,6 +133,7 @@ class Cache:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
         self._sizes: dict[Path, tuple[float, int]] = {}  # last use, size
+        self._arriving = 0  # bytes of files that are not whole: as many again as the cache may hold, and no more
         self.hits = self.misses = 0
         shutil.rmtree(directory / "tmp", ignore_errors=True)
         (directory / "tmp").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -195,10 +196,13 @@ class Cache:
                 async for piece in source.pieces:
                     if blob.written + len(piece) > self._limit:
                         raise Failed(502, "upstream's file is larger than the cache")
+                    if self._arriving + len(piece) > self._limit:
+                        raise Failed(503, "the files that are under way are larger than the cache")
                     seen.update(piece)
                     file.write(piece)
                     file.flush()
                     blob.written += len(piece)
+                    self._arriving += len(piece)
                     blob.tell()
             if seen.hexdigest() != digest.hex:
                 what = f"{digest.algorithm} {seen.hexdigest()[:16]}..., not {digest.hex[:16]}..."
@@ -216,6 +220,7 @@ class Cache:
         except Exception as error:
             blob.failed = error
         finally:
+            self._arriving -= blob.written
             if blob.path is None:
                 blob.part.unlink(missing_ok=True)
             self._coming.pop(digest, None)

@@ -43,7 +43,8 @@ class Go:
         """See Mirror."""
         module, at, rest = ask.path.partition("/@")
         name = _ESCAPED.sub(lambda found: found[1].upper(), module)
-        if not at or not module or ".." in module.split("/"):
+        # an upstream may take a path with empty parts for the one without them: they would be another spelling of a name
+        if not at or {"", ".", ".."} & set(module.split("/")):
             raise NotThere
         if not view.shows(name):
             raise Hidden

@@ -48,7 +48,7 @@ class Npm:
         parts = ask.path.split("/")
         count = 2 if ask.path.startswith("@") else 1
         name, rest = "/".join(parts[:count]), parts[count:]
-        if not name or "" in parts or name.startswith("-") or ("/" not in name and count == 2):
+        if not name or "" in parts or name.startswith(("-", ".")) or ("/" not in name and count == 2):
             raise NotThere
         packument = await self._packument(name, view)
         if not rest:

@@ -109,20 +109,22 @@ def _view(mirror: str, rules: MirrorRules, hidden: list[str], before: float | No
     pinned = _moment(rules.before, f"{mirror}.before")
     pin = before if pinned is None else pinned if before is None else min(before, pinned)
     allowed = None if allow is None else sorted(allow)
+    # Go tells them apart, the hosts of modules do not: github.com/Pallets/FLASK is the same repository
+    blind = re.IGNORECASE if mirror == "go" else re.NOFLAG
     said = msgspec.json.encode([mirror, allowed, sorted(deny), sorted(rules.versions.items()), sorted(hidden), pin])
     return View(
         mirror=mirror,
         key=hashlib.sha256(said).hexdigest()[:16],
         before=pin,
         _allow=None if allow is None else _any(_pattern(mirror, name) for name in allow),
-        _deny=_any(_pattern(mirror, name) for name in deny) if deny else None,
-        _hide=_any(_disguises(mirror, name) for name in hidden) if hidden else None,
+        _deny=_any((_pattern(mirror, name) for name in deny), blind) if deny else None,
+        _hide=_any((_disguises(mirror, name) for name in hidden), blind) if hidden else None,
         _versions=sets,
     )
 
 
-def _any(patterns: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)", re.DOTALL)
+def _any(patterns: Iterable[str], flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)", re.DOTALL | flags)
 
 
 def _pattern(mirror: str, name: str) -> str:
@@ -140,7 +142,7 @@ def _disguises(mirror: str, base: str) -> str:
         around = rf"(?:python3?-|node-|ruby-|lib|librust-|golang-(?:[a-z0-9.-]+-)?|php-){name}[a-z0-9.+]*"
         return rf"(?:{name}|{around})(?:-(?:dev|doc|data|bin|common|utils|tools|dbg|dbgsym|java|perl))?"
     if mirror == "go":  # whoever hosts it: a module path that has it as one of its parts
-        return rf"(?:.+/)?{name}(?:\.v\d+)?(?:/.+)?"
+        return rf"(?:.+/)?{name}(?:\.v\d+|\.git|\.hg|\.bzr|\.svn|\.fossil)?(?:/.*)?"
     return name
 
 

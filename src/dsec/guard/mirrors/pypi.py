@@ -11,6 +11,7 @@ the JSON form of an upstream's index has upload times: with an upstream that spe
 from __future__ import annotations
 
 import html
+import re
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from typing import Any
@@ -28,6 +29,7 @@ from dsec.guard.mirrors.upstream import Document, Upstream, directory
 
 JSON = "application/vnd.pypi.simple.v1+json"
 HTML = "application/vnd.pypi.simple.v1+html"
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")  # others are no names, but an upstream may read them as one
 _ACCEPT = f"{JSON}, {HTML};q=0.2, text/html;q=0.1"
 
 
@@ -65,7 +67,7 @@ class PyPI:
         raise NotThere
 
     async def _files(self, name: str, view: View) -> list[File]:
-        if not name or "/" in name:
+        if not _NAME.fullmatch(name):
             raise NotThere
         if not view.shows(name):
             raise Hidden

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from urllib.parse import quote
 
 import httpx
 
-from dsec.guard.http import Receive, Scope, Send
+from dsec.guard.http import AT_ONCE, Receive, Scope, Send
 from dsec.guard.secrets.store import Secret
 
 log = logging.getLogger("dsec.guard")
@@ -23,7 +24,8 @@ Found = Callable[[str], tuple[str, Grants] | None]  # from a peer's address to a
 
 CONNECT, ANSWER = 5.0, 60.0  # seconds for a connection, and of silence in an answer
 _HOP = {"connection", "keep-alive", "proxy-connection", "proxy-authorization", "proxy-authenticate", "te", "trailer", "trailers",
-        "transfer-encoding", "upgrade", "expect", "host", "accept-encoding"}  # fmt: skip
+        "transfer-encoding", "upgrade", "expect", "host", "accept-encoding",
+        "range", "if-range", "request-range"}  # an answer of a few bytes would have a part of the secret, which is not to be known as such
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?(:[0-9]{1,5})?")
 
 
@@ -38,15 +40,21 @@ class Cover:
 
     def feed(self, data: bytes) -> bytes:
         """What may be passed on now."""
-        text = self.whole(self._rest + data)
-        cut = max(0, len(text) - self._keep)
+        text, done = self._rest + data, b""
+        at, cut = 0, max(0, len(text) - self._keep)
+        for found in self._pattern.finditer(text):
+            if found.start() >= cut:
+                break  # a longer word may begin there
+            done += text[at : found.start()] + self._stars(found)
+            at = found.end()
+        cut = max(at, cut)
         self._rest = text[cut:]
-        return text[:cut]
+        return done + text[at:cut]
 
     def end(self) -> bytes:
         """The rest."""
         rest, self._rest = self._rest, b""
-        return rest
+        return self.whole(rest)
 
     def whole(self, data: bytes) -> bytes:
         """All of it at once."""
@@ -62,6 +70,7 @@ class Proxy:
 
     def __init__(self, find: Found, noticed: Callable[[str, str, str], None] = lambda *_: None) -> None:
         self._find, self._noticed = find, noticed
+        self._asking: Counter[str] = Counter()
         self._transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=128, max_keepalive_connections=32))
 
     async def close(self) -> None:
@@ -78,7 +87,18 @@ class Proxy:
                 self._noticed(found[0], host[:255], "refused")
             await _say(send, 403, "this proxy carries requests only to the hosts of the sandbox's secrets")
             return
-        request = _request(scope, receive, host, headers, secrets)
+        self._asking[found[0]] += 1
+        try:
+            if self._asking[found[0]] > AT_ONCE:
+                await _say(send, 503, "too many requests at once")
+            else:
+                await self._carry(found[0], host, secrets, _request(scope, receive, host, headers, secrets), send)
+        finally:
+            self._asking[found[0]] -= 1
+            if not self._asking[found[0]]:
+                del self._asking[found[0]]
+
+    async def _carry(self, sandbox: str, host: str, secrets: Sequence[Secret], request: httpx.Request, send: Send) -> None:
         try:
             reply = await self._transport.handle_async_request(request)
         except httpx.TimeoutException:
@@ -91,11 +111,11 @@ class Proxy:
         try:
             await _pass_on(reply, cover, send)
         except (httpx.HTTPError, OSError) as error:
-            log.info("a reply of a secret's host broke off: %s", type(error).__name__, extra={"sandbox_id": found[0]})
+            log.info("a reply of a secret's host broke off: %s", type(error).__name__, extra={"sandbox_id": sandbox})
         finally:
             await reply.aclose()
             if cover.found:
-                self._noticed(found[0], host, "echoed")
+                self._noticed(sandbox, host, "echoed")
 
 
 def _request(scope: Scope, receive: Receive, host: str, headers: Sequence[tuple[str, str]], secrets: Sequence[Secret]) -> httpx.Request:
