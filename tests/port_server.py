@@ -55,6 +55,11 @@ async def http(reader, writer):
                 b"HTTP/1.1 201 Made\r\nset-cookie: a=1\r\nset-cookie: b=2\r\nconnection: close, x-hop\r\nx-hop: 1\r\nkeep-alive: timeout=5\r\n"
                 b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
             )
+        elif kind == "/trailer":  # one that has no end
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nx: ")
+            while True:
+                writer.write(b"x" * 65536)
+                await writer.drain()
         elif kind == "/broken":
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nten bytes.")
         elif kind == "/garbage":

@@ -116,6 +116,8 @@ async def test_http_that_fails(http: httpx.AsyncClient, box: Sandbox) -> None:
         assert reply.status_code == 502 and reply.json()["code"] == "port_closed", (path, reply.text)
     with pytest.raises(httpx.RemoteProtocolError):
         await http.get("broken")
+    with pytest.raises(httpx.RemoteProtocolError):  # nothing of it is kept
+        await http.get("trailer")
     assert (await http.post("early", content=b"x" * 5_000_000)).status_code == 413
     unknown = await http.get(str(http.base_url).replace(f"/{box.id}/", "/00000000000000000000/") + "echo")
     assert unknown.status_code == 404 and unknown.json()["code"] == "sandbox_not_found"

@@ -2,17 +2,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dsec.edge.fncall import checkers, languages
 from dsec.edge.fncall.admission import Flow, Turns
+from dsec.edge.fncall.building import Builder
 from dsec.edge.fncall.checkers import CHECKERS
 from dsec.edge.fncall.devices import Device, Devices, Nvidia, device_files, lease_env, parse
+from dsec.edge.fncall.programs import Shared
+from dsec.edge.fncall.worker import Outcome
 from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable, Unsupported
 from libdsec.fncall import GpuRequest, Verdict, judge0_status
+from libdsec.wire import Ending
 
 # turns --------------------------------------------------------------------------------------------------------------------------------
 
@@ -106,6 +113,38 @@ def test_languages_are_files(tmp_path: Path) -> None:
 
 
 # devices ------------------------------------------------------------------------------------------------------------------------------
+
+
+class _Compiles:
+    """A worker on which every compilation succeeds, after a moment."""
+
+    def __init__(self) -> None:
+        self.kept: set[str] = set()
+        self._blobs = itertools.count(1)
+
+    def new_blob(self) -> str:
+        return f"b{next(self._blobs)}"
+
+    def drop(self, blob: str) -> None:
+        self.kept.discard(blob)
+
+    async def call(self, payload: bytes, wall: float) -> list[Outcome]:
+        await asyncio.sleep(0.01)
+        self.kept |= {found.decode() for found in re.findall(rb"b[0-9]+(?=\0)", payload)}
+        return [Outcome(ending=Ending.EXITED, code=0)]
+
+
+async def test_the_same_source_compiled_twice_at_once_is_kept_once() -> None:
+    loaded = languages.load()
+    worker, builder, turns = _Compiles(), Builder(loaded), Turns(8, 8)
+    resident = SimpleNamespace(worker=worker, env={}, programs={}, languages={"c": "a compiler"})
+
+    async def one() -> None:
+        async with builder.built(resident, loaded["c"], "int main;", Flow(), turns) as built:  # type: ignore[arg-type]
+            assert built.ok and all(content.blob in worker.kept for content, _ in built.files.values() if isinstance(content, Shared))
+
+    await asyncio.gather(*(one() for _ in range(5)))
+    assert len(worker.kept) == 1
 
 
 class Fake:

@@ -3,11 +3,14 @@ from __future__ import annotations
 
 import base64
 import os
+import subprocess
+import sys
 
 import pytest
 
 from dsec.guard.residue.needles import Needles, shown
-from dsec.guard.residue.walk import Walk
+from dsec.guard.residue.walk import DEEPEST, Walk
+from dsec.guard.residue.watch import _said
 
 TOKEN = "k3f9d2c81e0b7a64455aa"
 ANSWER = """
@@ -65,6 +68,33 @@ def test_a_tree_is_walked_without_following_anything(tmp_path: os.PathLike[str])
     assert next(one for one in walk.result.findings if one.place == "/srv/deep/copy").offset == 100_000
     assert walk.result.files == 3
     os.unlink(f"{tree}/srv/fifo")
+
+
+def test_what_lies_too_deep_is_said(tmp_path: os.PathLike[str]) -> None:
+    at = os.open(os.fspath(tmp_path), os.O_RDONLY)
+    for _ in range(DEEPEST + 1):
+        os.mkdir("d", dir_fd=at)
+        below = os.open("d", os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = below
+    with open(os.open("hidden", os.O_WRONLY | os.O_CREAT, dir_fd=at), "w") as file:
+        file.write(TOKEN)
+    os.close(at)
+    walk = Walk(Needles({TOKEN: "/srv/bait"}, {}), "diff", set(), [])
+    walk.tree(os.fspath(tmp_path))
+    assert walk.result.skipped == ["/d" * (DEEPEST + 1)]
+
+
+def test_an_opener_without_a_command_line_is_one() -> None:
+    """Who is gone may have been a helper of ours; who is there and says nothing is not."""
+    nameless = "import os; os.execv('/bin/cat', [' '])"
+    with subprocess.Popen([sys.executable, "-c", nameless], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"x")
+        process.stdin.flush()
+        assert process.stdout.read(1) == b"x" and _said(process.pid) == "(no name)"
+        process.stdin.close()
+    assert _said(process.pid) == ""
 
 
 def test_changed_programs_are_told_from_copies(tmp_path: os.PathLike[str]) -> None:

@@ -60,7 +60,8 @@ class Replaced(Reply):
 
 
 class ScanReport(Reply):
-    """What a scan found, and what it looked at. `skipped`: what was too large to be read whole, or is compressed and was not opened."""
+    """What a scan found, and what it looked at. `skipped`: what was too large to be read whole, lies too deep, or is compressed
+    and was not opened."""
 
     findings: list[Finding]
     replaced: list[Replaced]
@@ -68,4 +69,4 @@ class ScanReport(Reply):
     files: int
     bytes: int
     skipped: list[str] = msgspec.field(default_factory=list)
-    more: bool = False  # there are more findings than are listed
+    more: bool = False  # there are more findings, or more that was skipped, than are listed

@@ -146,6 +146,10 @@ class Builder:
             for blob in keep.values():
                 worker.drop(blob)
             return Built(False, said)
+        if key in resident.programs:  # another call compiled the same meanwhile: one of the two would never be dropped
+            for blob in keep.values():
+                worker.drop(blob)
+            return await self._compile(resident, language, key, files, flow, turns, limits)
         resident.programs[key] = ",".join(keep.values())
         return Built(True, said, {name: (Shared(blob), 0o755) for name, blob in keep.items()})
 

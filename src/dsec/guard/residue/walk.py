@@ -31,7 +31,7 @@ from libdsec.residue import Finding, Replaced
 
 PIECE = 8 << 20  # of a file that is read at once
 MOST_OF_FILE = 256 << 20  # bytes of one file that are looked at
-MOST_FINDINGS = 500
+MOST_FINDINGS, MOST_SKIPPED = 500, 100
 MOST_MEMORY = 2 << 30
 DEEPEST = 256
 MNT_DETACH = 2
@@ -90,7 +90,9 @@ class Walk:
                 self._look(os.fsencode(os.readlink(name, dir_fd=fd)), self._show(path))
             elif stat.S_ISREG(info.st_mode):
                 self._file(fd, name, path)
-            elif stat.S_ISDIR(info.st_mode) and depth < DEEPEST:
+            elif stat.S_ISDIR(info.st_mode) and depth >= DEEPEST:
+                self._skip(self._show(path))
+            elif stat.S_ISDIR(info.st_mode):
                 below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
                 try:
                     self._directory(below, path + b"/", depth + 1)
@@ -103,14 +105,20 @@ class Walk:
             self.result.files += 1
             at, tail = 0, b""
             while at < MOST_OF_FILE and (data := file.read(PIECE)):
-                if not at and data.startswith(PACKED) and len(self.result.skipped) < 100:
-                    self.result.skipped.append(place)
+                if not at and data.startswith(PACKED):
+                    self._skip(place)
                 self._look(tail + data, place, at - len(tail))
                 at += len(data)
                 tail = data[-max(4096, 2 * self._needles.longest) :]
                 self.result.bytes += len(data)
-            if at >= MOST_OF_FILE and len(self.result.skipped) < 100:
-                self.result.skipped.append(place)
+            if at >= MOST_OF_FILE:
+                self._skip(place)
+
+    def _skip(self, place: str) -> None:
+        if len(self.result.skipped) < MOST_SKIPPED:
+            self.result.skipped.append(place)
+        else:
+            self.result.more = True
 
     def _look(self, data: bytes, place: str, at: int = 0) -> None:
         for found in self._needles.look(data, self._where, place, at):

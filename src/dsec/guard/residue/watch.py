@@ -105,7 +105,7 @@ def _ours(pid: int, supervisor: int) -> bool:
 
 
 def _said(pid: int) -> str:
-    """Its command line, as it says it; empty when it is gone."""
+    """Its command line, as it says it; empty when it is gone, and only then: a program can have none."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read(_MOST_SAID).replace(b"\0", b" ").decode("utf-8", "replace").strip()
+        return file.read(_MOST_SAID).replace(b"\0", b" ").decode("utf-8", "replace").strip() or "(no name)"
     return ""
