@@ -30,6 +30,7 @@ from libdsec import DSecClient
 
 ROOT = Path(__file__).resolve().parents[1]
 BASES = ROOT / "build" / "state"  # where `make setup` keeps the base layers
+ID_LENGTH = 20  # of a sandbox id
 MEDIUM_MB = 6144
 OTHER_WIRE = """
 import sys
@@ -146,8 +147,8 @@ class Node:
             time.sleep(0.1)
 
     def cgroup_ids(self) -> set[str]:
-        """Ids of the sandboxes that have a cgroup in any hierarchy."""
-        return {child.name for parent in _cgroup_dirs(f"dsec-{self.prefix}") for child in parent.iterdir() if child.is_dir()}
+        """Ids of the sandboxes that have a cgroup in any hierarchy. What else is there is the node's own: warm machines."""
+        return {child.name for parent in _cgroup_dirs(f"dsec-{self.prefix}") for child in parent.iterdir() if len(child.name) == ID_LENGTH and child.is_dir()}
 
 
 def start_node(home: Path, medium_mb: int = MEDIUM_MB) -> Node:

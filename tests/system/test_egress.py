@@ -58,7 +58,7 @@ async def test_names(make: Make, internet: Internet) -> None:
         'web("other.example.org")', 'tcp("192.0.2.20", 7000)', '(resolve("db.example.net"), tcp("192.0.2.20", 7000), tcp("192.0.2.20", 7001))',
         'tcp("192.0.2.10", 7000)', 'question("www.example.org", 16)', 'question("www.example.org", 255)',
     )  # fmt: skip
-    assert found[0] == ["2001:db8:1::10", "192.0.2.10"]
+    assert found[0] == ["192.0.2.10", "2001:db8:1::10"]
     assert found[1]["sni"] == "www.example.org" and found[1]["address"] in found[0] and found[2]["host"] == "www.example.org"
     assert found[3]["address"] == "2001:db8:1::10" and found[4] == "EAI_-2" and found[5] == "ECONNREFUSED"
     assert found[6] == [["192.0.2.20"], "ok: hi", "ECONNREFUSED"] and found[7] == "ECONNREFUSED"
