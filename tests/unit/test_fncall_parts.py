@@ -16,9 +16,10 @@ from dsec.edge.fncall.building import Builder
 from dsec.edge.fncall.checkers import CHECKERS
 from dsec.edge.fncall.devices import Device, Devices, Nvidia, device_files, lease_env, parse
 from dsec.edge.fncall.programs import Shared
+from dsec.edge.fncall.service import FnCalls
 from dsec.edge.fncall.worker import Outcome
 from libdsec.errors import InvalidRequest, ResourceExhausted, Unavailable, Unsupported
-from libdsec.fncall import GpuRequest, Verdict, judge0_status
+from libdsec.fncall import FnBatch, FnCall, FnKind, FnResult, GpuRequest, Verdict, judge0_status
 from libdsec.wire import Ending
 
 # turns --------------------------------------------------------------------------------------------------------------------------------
@@ -145,6 +146,23 @@ async def test_the_same_source_compiled_twice_at_once_is_kept_once() -> None:
 
     await asyncio.gather(*(one() for _ in range(5)))
     assert len(worker.kept) == 1
+
+
+async def test_a_client_that_does_not_read_has_its_calls_wait() -> None:
+    calls, ran = FnCalls.__new__(FnCalls), 0
+    calls.turns = Turns(2, 100)
+
+    async def run(call: FnCall, flow: Flow) -> FnResult:
+        nonlocal ran
+        ran += 1
+        return FnResult(stdout=b"x" * 1000)
+
+    calls._run = run  # type: ignore[method-assign]
+    results = calls.run_many(FnBatch(calls=[FnCall(image="x", kind=FnKind.CUSTOM, argv=["true"])] * 50))
+    await anext(results)
+    await asyncio.sleep(0.05)
+    assert ran <= 12
+    assert len([result async for result in results]) == 49 and ran == 50
 
 
 class Fake:

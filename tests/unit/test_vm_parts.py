@@ -152,3 +152,20 @@ async def test_a_descriptor_travels_beside_its_command(tmp_path: Path) -> None:
         for sock in (client, server, listener):
             sock.close()
         (tmp_path / "s").unlink()
+
+
+async def test_a_monitor_that_never_ends_its_line_is_let_go() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+
+    async def babble() -> None:
+        while True:
+            await asyncio.get_running_loop().sock_sendall(theirs, b"x" * 65536)
+
+    babbling = asyncio.create_task(babble())
+    with ours, theirs:
+        with pytest.raises(Unavailable, match="no end"):
+            await asyncio.wait_for(Qmp(ours).run("cont"), 20)
+        babbling.cancel()
+        await asyncio.gather(babbling, return_exceptions=True)

@@ -113,7 +113,8 @@ class FnCalls:
             return self._many(batch)
 
     async def _many(self, batch: FnBatch) -> AsyncIterator[FnResult]:
-        done: asyncio.Queue[FnResult] = asyncio.Queue()
+        # bounded: a client that reads slowly has its calls wait, not their results
+        done: asyncio.Queue[FnResult] = asyncio.Queue(self.turns.slots + 1)
         numbers = iter(range(len(batch.calls)))
         with self.turns.accept(len(batch.calls)) as flow:
 
@@ -125,7 +126,7 @@ class FnCalls:
                         result = msgspec.structs.replace(result, index=at)
                     except DSecError as error:
                         result = FnResult(index=at, error=body_of(error))
-                    done.put_nowait(result)
+                    await done.put(result)
 
             # a few more than run: the next one's frame is ready when a turn comes
             width = min(len(batch.calls), 2 * self.turns.slots + 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 from libdsec.errors import DSecError, Unavailable
 
-_RECEIVE = 64 << 10
+_RECEIVE, _LONGEST = 64 << 10, 1 << 20
 
 
 class Refused(DSecError):
@@ -68,6 +68,8 @@ class Qmp:
             if not chunk:
                 raise Unavailable("the machine monitor ended")
             self._rest += chunk
+            if len(self._rest) > _LONGEST:
+                raise Unavailable("the machine monitor's answer has no end")
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 

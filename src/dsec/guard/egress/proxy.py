@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from dsec.guard.egress import hello
 from dsec.guard.egress.hello import Unclear
 from dsec.guard.egress.layout import GATEWAY4, GATEWAY6, WEB_PORT
-from dsec.guard.rules import Address, Policy
+from dsec.guard.rules import NOTHING, Address, Policy
 
 HTTP, HTTPS = 80, 443
 _ORIGINAL_DESTINATION = 80  # socket option, of IP and of IPv6
@@ -32,11 +32,12 @@ _ABORT = struct.pack("ii", 1, 0)  # of SO_LINGER: a close is a reset
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """One that is open. `name`: what it was let through for."""
+    """One that is open. `name`: what it was let through for; `address`: where it goes."""
 
     inner: socket.socket
     outer: socket.socket | None = None
     name: str = ""
+    address: str = ""
     task: asyncio.Task[None] | None = None
 
     def cut(self) -> None:
@@ -93,12 +94,12 @@ class Proxy:
             sock.close()
         self._accepting, self._listening = [], []
         for sandbox in list(self._open):
-            self.cut(sandbox, lambda _: False)
+            self.cut(sandbox, NOTHING)
 
-    def cut(self, sandbox: str, allowed: Callable[[str], bool]) -> None:
-        """Cut the connections of a sandbox whose name is not allowed (any more)."""
+    def cut(self, sandbox: str, policy: Policy) -> None:
+        """Cut the connections of a sandbox whose name is not allowed (any more), or whose address is refused."""
         for connection in list(self._open.get(sandbox, ())):
-            if not connection.name or not allowed(connection.name):
+            if not connection.name or not policy.web(connection.name) or policy.refuses(ipaddress.ip_address(connection.address)):
                 connection.cut()
 
     async def _accept(self, listening: socket.socket) -> None:
@@ -122,6 +123,7 @@ class Proxy:
 
     async def _serve(self, connection: Connection, caller: Caller) -> None:
         address, port = _destination(connection.inner)
+        connection.address = address
         self.counts.connections += 1
         try:
             await self._relay(connection, caller, address, port)

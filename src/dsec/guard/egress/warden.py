@@ -33,7 +33,7 @@ from dsec.guard.egress.resolver import AAAA, A, Asker, Resolver, Upstream
 from dsec.guard.egress.table import Opening, Rules, dns
 from dsec.guard.egress.uplink import Uplink
 from dsec.guard.egress.wire import Ask, Member, Tell
-from dsec.guard.rules import TCP, Address, Network, Policy, boxes, parse
+from dsec.guard.rules import NOTHING, TCP, Address, Network, Policy, boxes, parse
 from dsec.guard.services import SERVICES
 from dsec.linux import calls, netlink
 from dsec.linux.netlink import NETFILTER, ROUTE, Netlink, in_namespace
@@ -164,7 +164,7 @@ class Warden:
         still = {(a, *place) for (name, a) in box.leads for place in policy.ports(name)}
         self._rules.forget(box.number, self._rules.learned(box.number) - still)
         box.leads = {(name, a): until for (name, a), until in box.leads.items() if policy.named(name) and not policy.refuses(a)}
-        self._proxy.cut(box.id, policy.web)
+        self._proxy.cut(box.id, policy)
 
     def _stock(self) -> None:
         """After the answer: the next one need not wait for it."""
@@ -180,7 +180,7 @@ class Warden:
         del self._by_number[box.number]
         for address in (address4(box.number), address6(box.number)):
             self._by_address.pop(str(address), None)
-        self._proxy.cut(sandbox, lambda _: False)
+        self._proxy.cut(sandbox, NOTHING)
         self._rules.close(box.number)
         self._router.detach(sandbox)
 
