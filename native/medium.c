@@ -73,7 +73,7 @@ static int image(const char *path, uint64_t bytes, const char *mkfs, int fresh, 
     if (fallocate(file, 0, 0, (off_t)bytes)) {
       int err = errno;
       if (!ftruncate(file, 0)) close_fd(&file);
-      return fault_host(f, err, "reserve %llu MiB for the medium %s", (unsigned long long)(bytes >> 20), path);
+      return fault_host(f, err, "reserve %llu MiB for the medium (node.medium_size_mb) %s", (unsigned long long)(bytes >> 20), path);
     }
   }
   if (run_mkfs(mkfs, path, f)) close_fd(&file);

@@ -191,7 +191,7 @@ class Config(_Section, frozen=True):
     tls_cert: str = ""  # PEM files
     tls_key: str = ""
     api_key_file: str = ""  # empty: <state_dir>/api.key; made at the first start, mode 0600
-    tools_dir: str = ""  # newer host tools (mkfs.erofs); empty: <state_dir>/tools, then the repository's build/tools
+    tools_dir: str = ""  # newer host tools (mkfs.erofs), searched first; then DSEC_TOOLS, .tools of a checkout, /usr/lib/dsec
     log: LogConfig = msgspec.field(default_factory=LogConfig)
     node: NodeConfig = msgspec.field(default_factory=NodeConfig)
     sandbox: SandboxConfig = msgspec.field(default_factory=SandboxConfig)

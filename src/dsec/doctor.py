@@ -151,7 +151,7 @@ def _erofs(tools: Tools, state: Path) -> Iterator[Check]:
         "mkfs.erofs tar input",
         new,
         WARNING,
-        "layers are packed from a stream and reproducible" if new else "layers are unpacked on the way and not reproducible",
+        "layers are packed from a stream and reproducible" if new else "layers are unpacked on the way and not reproducible; no pack_diff",
         "" if new else "run scripts/fetch-tools.sh of a checkout (erofs-utils 1.8) and name its .tools in tools_dir or DSEC_TOOLS",
     )
     yield _probe(

@@ -47,6 +47,11 @@ def test_run_look_and_export(dsec_rollout: Run, tmp_path: Path, busybox_image: s
     assert atif["schema_version"].startswith("ATIF-") and agent[0]["tool_calls"][0]["arguments"]["command"].startswith("echo hel")
     assert "[exited 0]" in agent[0]["observation"]["results"][0]["content"]
     assert dsec_rollout("show", "nosuch").returncode == 125
+    forgotten = dsec_rollout("run", "p", "--image", busybox_image)
+    assert forgotten.returncode == 2 and "--policy" in forgotten.stderr
+    tasks.write_text(json.dumps({**task, "image": "nosuch"}))
+    masked = dsec_rollout("run", "--tasks", str(tasks), "-n", "2", "--job", "cli-masked")
+    assert masked.returncode == 0 and "2 say nothing about the agent: infra: layer_not_found" in masked.stderr
 
 
 def test_an_interrupted_run_is_resumed(dsec_rollout: Run, service: ServiceProcess, node: Node, tmp_path: Path, busybox_image: str) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from dsec.cli import layers as command
+from dsec.images import pack
 from dsec.images.catalog import Catalog
 from dsec.images.service import Images
 from dsec.images.store import LayerStore
-from libdsec.errors import DSecError, InvalidRequest, LayerInUse, LayerInvalid, LayerNotFound
+from libdsec.errors import BuildFailed, DSecError, InvalidRequest, LayerInUse, LayerInvalid, LayerNotFound, NoSpace
 from libdsec.wire import EnvironmentSpec, LayerRequest
 
 
@@ -153,6 +157,30 @@ async def test_damage_is_found_marked_and_refused(images: Images) -> None:
         await images.resolve("other", None)
     lines = [line async for line in images.fsck()]
     assert lines[-1].result is not None and list(lines[-1].result["damaged"]) == [other] and base in lines[-1].result["ok"]
+
+
+def test_fsck_on_the_command_line_names_what_is_damaged(images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSEC_STATE", str(images.state))
+    base, other = put(images, "base", b"123"), put(images, "other", b"456")
+    checked = CliRunner().invoke(command.app, ["fsck"])
+    assert checked.exit_code == 0 and sorted(checked.stdout.splitlines()) == sorted([f"{base}  ok", f"{other}  ok"])
+    LayerStore(images.state).path(other).write_bytes(b"457")
+    checked = CliRunner().invoke(command.app, ["fsck"])
+    assert checked.exit_code == 125 and f"layer_invalid: {other}" in checked.stderr and checked.stdout.splitlines() == [f"{base}  ok"]
+
+
+def test_a_tool_that_could_not_say_that_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(script: str) -> None:
+        with (tmp_path / "log").open("w+b") as log:
+            pack.finish(subprocess.Popen(["sh", "-c", script], stdout=log, stderr=log), log, "mkfs")
+
+    with pytest.raises(BuildFailed, match="printed nothing"):
+        run("exit 1")
+    monkeypatch.setattr(pack, "FREE_FLOOR", 1 << 62)
+    with pytest.raises(NoSpace):
+        run("exit 1")
+    with pytest.raises(BuildFailed, match="another reason"):
+        run("echo another reason; exit 1")
 
 
 async def test_requests_are_checked_before_anything_starts(images: Images, tmp_path: Path) -> None:

@@ -55,4 +55,4 @@ def test_bytes_that_are_no_text_still_come_to_an_end() -> None:
 def test_without_the_package_the_command_says_how_to_get_it() -> None:
     program = "import sys; sys.modules['mcp'] = None; sys.argv = ['dsec', 'mcp']; from dsec.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 125 and "pip install 'dsec[mcp]'" in done.stderr
+    assert done.returncode == 125 and "pip install '.[mcp]'" in done.stderr

@@ -122,12 +122,18 @@ def fsck(as_json: Annotated[bool, common.JSON] = False) -> None:
             images.close()
 
     lines = common.guarded(work())
+    found = lines[-1].result or {}
     if as_json:
         common.show_json(lines)
     else:
-        for line in lines:
-            if line.message:
-                print(line.message)
+        for digest in found["ok"]:
+            print(f"{digest}  ok")
+        for digest in found["orphans_removed"]:
+            print(f"{digest}  removed: nothing names it")
+    for digest, why in found["damaged"].items():
+        common.say(f"layer_invalid: {digest}: {why}")
+    if found["damaged"]:
+        raise typer.Exit(common.PLATFORM)
 
 
 @app.command("verify")
@@ -201,7 +207,7 @@ def _exchange(what: str, work: Callable[[Images, Callable[[Progress], None]], Aw
                 "no store of layers is configured: this command reads your configuration, not the node's; set DSEC_REMOTE_STORE, or "
                 "remote.store in dsec.toml"
             )
-        images = Images(config.state, Tools(config.tools_dir or config.state / "tools"), remote=remote_settings(config.remote))
+        images = Images(config.state, Tools(config.tools_dir or None), remote=remote_settings(config.remote))
         try:
             with progress(what) as report:
                 return await work(images, report)

@@ -28,7 +28,7 @@ def mcp(
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("mcp", "uvicorn", "pydantic"):
             raise
-        common.fail("unsupported: this needs the package mcp, 2 or newer: pip install 'dsec[mcp]'")
+        common.fail("unsupported: this needs the package mcp, 2 or newer: pip install '.[mcp]' in a checkout")
 
     settings = Settings(
         images=tuple(image), memory_mb=memory, cpus=cpus, disk_mb=disk, idle=idle, lifetime=lifetime, sandboxes=sandboxes, keep=keep

@@ -56,6 +56,8 @@ def run(
     given = _tasks(tasks) if tasks else [Task(prompt=prompt or "", image=image, limits=Limits(turns=turns))]
     if tasks is None and (not prompt or not image):
         common.fail("invalid_request: give a prompt and --image, or --tasks FILE", 2)
+    if tasks is None and not policy:
+        common.fail("invalid_request: give --policy URL, the endpoint of the model", 2)
     spec = JobSpec(policy=_policy(policy, model, key), max_in_flight=at_once)
     id = job or f"cli-{identify(time.time_ns(), os.getpid())[:8]}"
 
@@ -246,3 +248,6 @@ def _print(infos: list[RolloutInfo]) -> None:
         for i in infos
     ]  # fmt: skip
     common.show_table(["rollout", "task", "member", "state", "cause", "verdict", "reward", "turns", "tokens", "parent"], rows)
+    why = [f"{i.cause.value if i.cause else '-'}: {i.detail}" for i in infos if i.masked and i.detail]
+    for text in dict.fromkeys(why):
+        common.say(f"{why.count(text)} say nothing about the agent: {text}")

@@ -211,7 +211,8 @@ def finish(process: subprocess.Popen[bytes], log: IO[bytes], name: str) -> None:
     log.seek(0)
     text = log.read().decode(errors="replace").strip()
     how = f"signal {-status}" if status < 0 else f"status {status}"
-    if "No space left" in text:
+    full = os.fstatvfs(log.fileno())
+    if "No space left" in text or (not text and full.f_bavail * full.f_frsize < FREE_FLOOR):  # what it said had no room either
         raise NoSpace(f"{os.path.basename(name)}: no space left on the device")
     raise BuildFailed(f"{os.path.basename(name)} failed with {how}: {text[-300:] or 'it printed nothing'}", output=text[-2000:])
 

@@ -237,7 +237,9 @@ def _here() -> str:
     with contextlib.suppress(OSError, ValueError, KeyError):
         said: dict[str, Any] = json.loads(file.read_text())
         return str(said["url"])
-    raise ConnectionFailed("no rollout service runs here (dsec rollout serve); or set DSEC_ROLLOUT_URL", sent=False)
+    raise ConnectionFailed(
+        f"no rollout service runs here (dsec rollout serve), or not with its state in {file.parent}; then set DSEC_ROLLOUT_URL", sent=False
+    )
 
 
 __all__ = ["Began", "Job", "RolloutClient"]

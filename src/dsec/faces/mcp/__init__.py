@@ -4,5 +4,5 @@
     tools.py    the tools: what each takes and what a model is shown
     boxes.py    whose sandboxes and snapshots there are
 
-Needs the official `mcp` package: `pip install 'dsec[mcp]'`. boxes.py does without.
+Needs the official `mcp` package: `pip install '.[mcp]'`. boxes.py does without.
 """
