@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dsec import logs
+from dsec.cli.machine import last_words
 from dsec.config import LogConfig
 
 
@@ -126,3 +127,9 @@ def test_human_form_for_a_terminal(tmp_path: Path) -> None:
     with logs.bind(sandbox_id="s1"):
         logging.getLogger("dsec.edge").info("started", extra={"ms": 4})
     assert "info    dsec.edge: started san=s1 ms=4" in screen.getvalue()
+
+
+def test_why_a_node_did_not_start_is_said_to_people() -> None:
+    told = '{"level": "info", "message": "mirrors"}\n{"level": "error", "message": "the node cannot start: the port is taken"}\n'
+    assert last_words(told) == "the node cannot start: the port is taken"
+    assert last_words("Traceback\n[1]\nno json") == "the node did not start: Traceback\n[1]\nno json"

@@ -1,6 +1,7 @@
 """up, down, doctor, config, bench, uninstall: the commands about the node on this machine itself."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -49,6 +50,8 @@ def up(
 
     flags: dict[str, Any] = {**assignments(setting), "listen": listen, "state_dir": state, "run_dir": run}
     settings = loaded(config, flags).config
+    if os.geteuid():
+        common.fail("a node needs root", 1)
     command = [sys.executable, "-m", "dsec.node", *to_argv(config, flags)]
     if not detach:
         os.execv(command[0], command)
@@ -60,7 +63,7 @@ def up(
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            common.fail(f"the node did not start: {said.read_text(errors='replace').strip()[-2000:]}", 1)
+            common.fail(last_words(said.read_text(errors="replace")), 1)
         found = _ready(ready)
         if found and found["pid"] == process.pid:
             if not quiet:
@@ -69,6 +72,17 @@ def up(
         time.sleep(0.02)
     process.terminate()
     common.fail(f"the node did not answer within {timeout:g} s; see {said}", 1)
+
+
+def last_words(output: str) -> str:
+    """Why a node did not start: the errors of its log, for people; what it printed when there are none."""
+    errors = []
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            entry = json.loads(line)
+            if entry["level"] == "error":
+                errors.append(str(entry["message"]))
+    return "; ".join(errors)[-2000:] or f"the node did not start: {output.strip()[-2000:]}"
 
 
 def down(
