@@ -110,3 +110,9 @@ def test_every_choice_makes_files() -> None:
             chosen = base.but(**{name: option})
             assert Choices.of(chosen.indices()) == chosen
             assert "rl.toml" in expand(SPEC, chosen, 1)
+
+
+def test_a_directory_that_is_no_bundle_is_not_walked(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("nowhere")
+    with pytest.raises(bundle.BundleError, match=r"has no job\.toml"):
+        bundle.read(tmp_path)

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from dsec import logs
+from dsec.cli import common
 from dsec.cli.machine import last_words
 from dsec.config import LogConfig
+from libdsec.errors import ConnectionFailed
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +136,17 @@ def test_why_a_node_did_not_start_is_said_to_people() -> None:
     told = '{"level": "info", "message": "mirrors"}\n{"level": "error", "message": "the node cannot start: the port is taken"}\n'
     assert last_words(told) == "the node cannot start: the port is taken"
     assert last_words("Traceback\n[1]\nno json") == "the node did not start: Traceback\n[1]\nno json"
+
+
+@pytest.mark.parametrize("url", [None, "http://127.0.0.1:1"])
+def test_who_finds_no_node_is_told_how_to_start_one(url: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        raise ConnectionFailed("cannot connect to somewhere: refused", sent=False)
+
+    if url:
+        monkeypatch.setenv("DSEC_URL", url)
+    else:
+        monkeypatch.delenv("DSEC_URL", raising=False)
+    with pytest.raises(typer.Exit):
+        common.guarded(work())
+    assert ("dsec up -d" in capsys.readouterr().err) is (url is None)

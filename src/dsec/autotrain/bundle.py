@@ -192,6 +192,8 @@ def render(job: Job, config: Config) -> dict[str, bytes]:
 
 def read(directory: Path) -> Bundle:
     """The bundle in a directory. Links and special files are refused."""
+    if not (directory / JOB).is_file():
+        raise BundleError("schema", f"{directory} has no {JOB}")
     files = {}
     for path in sorted(directory.rglob("*")):
         if path.is_symlink() or not (path.is_dir() or path.is_file()):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -61,7 +62,9 @@ def guarded(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(ended_by_signals())
     except DSecError as error:
-        fail(f"{error.code}: {error.message}", status_of(error))
+        alone = error.code == "connection_failed" and error.message.startswith("cannot connect") and not os.environ.get("DSEC_URL")
+        hint = "; `dsec up -d` starts a node on this machine, DSEC_URL names another" if alone else ""
+        fail(f"{error.code}: {error.message}{hint}", status_of(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
