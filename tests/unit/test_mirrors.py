@@ -213,6 +213,20 @@ async def test_what_is_no_name_is_not_asked_upstream(indexes: Indexes, mirrors: 
         assert sum(indexes.asked.values()) == before, path
 
 
+async def test_indexes_in_memory_are_bounded(indexes: Indexes, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.guard.mirrors.upstream.KEPT", 100_000)
+    for number in range(20):
+        indexes.pypi(f"pkg-{number}", RELEASES)
+    indexes.files["/simple/large/"] = File(b" " * 150_000, SIMPLE)
+    upstream = mirrors._upstream
+    assert upstream is not None
+    async with seen(mirrors, "pypi") as client:
+        for number in range(20):
+            assert (await client.get(f"/simple/pkg-{number}/")).status_code == 200
+        assert 0 < sum(one.cost for one in upstream._documents.values()) <= 120_000 and len(upstream._documents) < 20
+        assert (await client.get("/simple/large/")).status_code == 503 and upstream._arriving == 0
+
+
 async def test_files_on_their_way_do_not_fill_the_disk(indexes: Indexes, tmp_path: Path) -> None:
     indexes.pypi("some-pkg", RELEASES, code="# " + "x" * 60_000 + "\n")
     made = Mirrors(replace(settings(indexes, tmp_path), cache_bytes=150_000))

@@ -20,7 +20,8 @@ from dsec.guard.mirrors.errors import Failed, NotThere
 
 FRESH = 120.0  # seconds for which an index document is believed
 LARGEST = 192 << 20  # bytes of an index document
-KEPT = 256 << 20  # bytes of index documents in memory
+KEPT = 256 << 20  # bytes of index documents in memory, and of those that are on their way
+_ENTRY, _PARSED = 2048, 5  # bytes of a document beside its body; what is made of one takes so many times its bytes
 CONNECT, ANSWER = 5.0, 15.0  # seconds for a connection, and of silence in an answer
 _GONE = (401, 403, 404, 405, 410, 451)  # what upstream does not give, it does not have
 
@@ -35,6 +36,11 @@ class Document:
         self.checked = time.monotonic()
         self.parsed: dict[Any, Any] = {}  # what was made of it, by who made it
 
+    @property
+    def cost(self) -> int:
+        """Bytes that it takes in memory, more or less."""
+        return _ENTRY + len(self.body) * (1 + _PARSED * len(self.parsed))
+
 
 class Upstream:
     """All upstreams of a node."""
@@ -48,6 +54,7 @@ class Upstream:
         self._documents: OrderedDict[tuple[str, str], Document] = OrderedDict()
         self._asking: dict[tuple[str, str], asyncio.Task[Document]] = {}
         self._missing: dict[tuple[str, str], float] = {}
+        self._arriving = 0  # bytes of documents that are not whole
 
     async def close(self) -> None:
         """Give up what is under way."""
@@ -112,12 +119,8 @@ class Upstream:
                     known.checked = time.monotonic()
                     return known
                 _check(reply)
-                body = bytearray()
-                async for piece in reply.aiter_bytes():
-                    body += piece
-                    if len(body) > LARGEST:
-                        raise Failed(502, f"upstream's index is larger than {LARGEST} bytes")
-                made = Document(str(reply.url), reply.headers.get("content-type", ""), bytes(body), reply.headers.get("etag"))
+                body = await self._whole(reply)
+                made = Document(str(reply.url), reply.headers.get("content-type", ""), body, reply.headers.get("etag"))
         except NotThere:
             self._documents.pop(key, None)
             if len(self._missing) > 10_000:
@@ -131,9 +134,24 @@ class Upstream:
             raise _failure(error) from error
         self._documents[key] = made
         self._documents.move_to_end(key)
-        while len(self._documents) > 1 and sum(len(one.body) for one in self._documents.values()) > KEPT:
+        while len(self._documents) > 1 and sum(one.cost for one in self._documents.values()) > KEPT:
             self._documents.popitem(last=False)
         return made
+
+    async def _whole(self, reply: httpx.Response) -> bytes:
+        """Its body. Failed when it is too large, or is with those that are under way."""
+        body = bytearray()
+        try:
+            async for piece in reply.aiter_bytes():
+                body += piece
+                self._arriving += len(piece)
+                if len(body) > LARGEST:
+                    raise Failed(502, f"upstream's index is larger than {LARGEST} bytes")
+                if self._arriving > KEPT:
+                    raise Failed(503, "the indexes that are under way are too large")
+            return bytes(body)
+        finally:
+            self._arriving -= len(body)
 
     async def _open(self, url: str) -> Source:
         request = self._client.build_request("GET", url, headers={"accept-encoding": "identity"})
