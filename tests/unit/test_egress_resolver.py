@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import dns.flags
 import dns.message
+import dns.name
 import dns.rcode
 import dns.rdatatype
 import pytest
@@ -105,3 +106,11 @@ async def test_garbage_has_no_answer_and_does_no_harm(seconds: float) -> None:
         for _ in range(chance.randint(1, 8)):
             data[chance.randrange(len(data))] = chance.randrange(256)
         await lab.resolver.answer(bytes(data[: chance.randint(0, len(data))]), lab.asker, 1232)
+
+
+async def test_a_dot_inside_of_a_label_is_not_one_between_labels() -> None:
+    lab = Lab({"*.example.org": True})
+    for labels in ((b"x.example", b"org", b""), (b"a\\", b"example", b"org", b""), (b"a\0b", b"example", b"org", b"")):
+        reply = await lab.resolver.answer(dns.message.make_query(dns.name.Name(labels), "A").to_wire(), lab.asker, 1232)
+        assert reply is not None and dns.message.from_wire(reply).rcode() == dns.rcode.NXDOMAIN
+    assert not lab.upstream.asked

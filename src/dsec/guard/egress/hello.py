@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 MOST_HEAD = 64 << 10  # bytes of a ClientHello, or of the head of a request
 _METHOD = re.compile(rb"[A-Z][A-Z-]{0,19}")
+_TARGET = re.compile(rb"[!-~]+")  # what else a reader takes for white space or the end of a line, another one does not
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*", re.DOTALL)
 _NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?")
 
@@ -89,7 +90,7 @@ def request(data: bytes) -> Head | None:
         return None
     lines = data[:end].split(b"\r\n")
     words = lines[0].split(b" ")
-    if len(words) != 3 or words[2] not in (b"HTTP/1.1", b"HTTP/1.0"):
+    if len(words) != 3 or words[2] not in (b"HTTP/1.1", b"HTTP/1.0") or not _TARGET.fullmatch(words[1]):
         raise Unclear("not_http")
     headers: dict[bytes, list[bytes]] = {}
     for line in lines[1:]:

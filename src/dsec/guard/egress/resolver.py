@@ -167,7 +167,8 @@ class Resolver:
         reply = dns.message.make_response(query, recursion_available=True, our_payload=1232)
         question = query.question[0]
         name = question.name.to_text(omit_final_dot=True).lower()
-        if question.rdclass != dns.rdataclass.IN or not asker.policy.named(name):
+        # a dot inside of a label would make a name look as if it were below another one
+        if question.rdclass != dns.rdataclass.IN or "\\" in name or not asker.policy.named(name):
             self.refused += 1
             reply.set_rcode(dns.rcode.NXDOMAIN)
             asker.on_refusal("name", name[:255])
