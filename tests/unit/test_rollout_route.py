@@ -16,7 +16,7 @@ import pytest
 
 from dsec.rollout import route
 from dsec.rollout.route import Route, RouteBroke, asked, completion
-from dsec.rollout.schema import Message, Sampling, ToolCall, Turn
+from dsec.rollout.schema import Message, Sampling, ToolCall, Turn, decode, encode
 from libdsec import Gap, Stdout
 
 
@@ -143,7 +143,7 @@ async def test_a_request_that_is_cut_off_by_a_pause_is_read_again() -> None:
         await call
 
 
-@pytest.mark.parametrize("junk", [b"not json\n", b"[]\n", b'{"n": "x", "body": {}}\n', b'{"n": 1}\n', b"\xff\n"])
+@pytest.mark.parametrize("junk", [b"not json\n", b"[]\n", b'{"n": "x", "body": {}}\n', b'{"n": 1}\n', b"\xff\n", b'{"n": 1, "body": {"a": ' + b"[" * 200_000 + b"\n"])
 async def test_what_an_agent_writes_into_the_route_breaks_the_route_and_nothing_else(junk: bytes) -> None:
     async with relayed() as (pipes, _):
         pipes.output = junk
@@ -176,3 +176,21 @@ def test_an_agents_request_gets_the_jobs_sampling() -> None:
     for bad in ({"messages": [{"content": "x"}]}, {"messages": ["x"]}, {"messages": [], "tools": "x"}, {}):
         with pytest.raises(ValueError):
             asked(bad, Sampling())
+
+
+@pytest.mark.parametrize("more", [
+    {"messages": [{"role": "user", "content": "x", "name": 5}]}, {"messages": [{"role": "tool", "content": "x", "tool_call_id": [1]}]},
+    {"stop": [{"a": 1}]}, {"stop": {"a": 1}}, {"max_tokens": True}, {"messages": [{"role": "user", "content": "\ud800"}]},
+    {"messages": [{"role": "user", "content": "\ud800", "tool_call_id": "\ud800"}]}, {"tools": [1 << 70]}, {"tools": [json.loads("[" * 750 + "]" * 750)]}, {"tool_choice": {"a": "\ud800"}},
+])  # fmt: skip
+def test_what_the_log_could_not_be_read_from_again_is_refused(more: dict[str, Any]) -> None:
+    """One record that cannot be decoded would keep the service from its start."""
+    with pytest.raises(ValueError):
+        asked({"messages": [{"role": "user", "content": "x"}], **more}, Sampling())
+
+
+def test_what_can_be_recorded_is_taken() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "me"}], "tools": [{"a": 1.5}, None], "stop": ["a"]}
+    messages, tools, sampling = asked(body, Sampling())
+    turn = Turn(op=1, message=Message(role="assistant"), context=messages, tools=tools)
+    assert decode(encode(turn)).context == messages and sampling.stop == ["a"]  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -29,12 +29,17 @@ KEPT = 16 << 20  # of requests, while nobody reads
 PASSED = ("tool_choice", "response_format", "parallel_tool_calls")
 
 
+_SPARE = 200  # levels by which a record may lie deeper in calls and structures where it is read than here
+_Asked = tuple[list[Message], list[Any], Sampling]
+_kept, _kept_packed = msgspec.json.Decoder(_Asked).decode, msgspec.msgpack.Decoder(_Asked).decode
+
+
 class RouteBroke(Exception):
     """The relay inside has ended, or its output was lost: the agent can ask nothing more."""
 
 
 class _Request(msgspec.Struct):
-    n: int
+    n: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     body: dict[str, Any]
 
 
@@ -79,7 +84,7 @@ class Route:
         try:
             request = msgspec.json.decode(line, type=_Request)
             return request.n, request.body
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RouteBroke(f"the agent wrote into the model route: {line[:100]!r}") from error
 
     @property
@@ -117,7 +122,17 @@ def asked(body: dict[str, Any], base: Sampling) -> tuple[list[Message], list[Any
         base, max_tokens=min(limits, default=None), stop=[stop] if isinstance(stop, str) else stop or base.stop,
         extra={**base.extra, **{name: body[name] for name in PASSED if name in body}},
     )  # fmt: skip
-    return messages, body.get("tools") or [], sampling
+    tools = body.get("tools") or []
+    try:  # it is the agent's: what the log could not hold, or could not be read from it again, is refused here
+        _kept(msgspec.json.encode((messages, tools, sampling)))
+        _kept_packed(msgspec.msgpack.encode((messages, tools, sampling)))
+        deeper: Any = (messages, tools, sampling)
+        for _ in range(_SPARE):
+            deeper = [deeper]
+        msgspec.msgpack.decode(msgspec.msgpack.encode(deeper))
+    except (ValueError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(f"not a request: {error}") from error
+    return messages, tools, sampling
 
 
 def completion(rollout: str, turn: Turn) -> dict[str, Any]:
