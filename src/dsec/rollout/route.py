@@ -29,7 +29,7 @@ KEPT = 16 << 20  # of requests, while nobody reads
 PASSED = ("tool_choice", "response_format", "parallel_tool_calls")
 
 
-_SPARE = 200  # levels by which a record may lie deeper in calls and structures where it is read than here
+_DEEPEST = 100  # levels of a request: how many can be read depends on where it is read
 _Asked = tuple[list[Message], list[Any], Sampling]
 _kept, _kept_packed = msgspec.json.Decoder(_Asked).decode, msgspec.msgpack.Decoder(_Asked).decode
 
@@ -111,6 +111,8 @@ class Route:
 
 def asked(body: dict[str, Any], base: Sampling) -> tuple[list[Message], list[Any], Sampling]:
     """What a request asks: messages, tools, and the job's sampling with what only the agent can know. ValueError."""
+    if _too_deep(body):
+        raise ValueError(f"the request is nested more than {_DEEPEST} deep")
     if not isinstance(body.get("messages"), list):
         raise ValueError("messages is missing")
     messages = [read_message(message) for message in body["messages"]]
@@ -126,13 +128,18 @@ def asked(body: dict[str, Any], base: Sampling) -> tuple[list[Message], list[Any
     try:  # it is the agent's: what the log could not hold, or could not be read from it again, is refused here
         _kept(msgspec.json.encode((messages, tools, sampling)))
         _kept_packed(msgspec.msgpack.encode((messages, tools, sampling)))
-        deeper: Any = (messages, tools, sampling)
-        for _ in range(_SPARE):
-            deeper = [deeper]
-        msgspec.msgpack.decode(msgspec.msgpack.encode(deeper))
     except (ValueError, OverflowError, RecursionError, TypeError) as error:
         raise ValueError(f"not a request: {error}") from error
     return messages, tools, sampling
+
+
+def _too_deep(body: object) -> bool:
+    level = [body]
+    for _ in range(_DEEPEST):
+        level = [one for each in level for one in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())]
+        if not level:
+            return False
+    return True
 
 
 def completion(rollout: str, turn: Turn) -> dict[str, Any]:
