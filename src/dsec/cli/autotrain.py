@@ -133,7 +133,7 @@ def outer(
     seed: Annotated[int, typer.Option(help="Everything but seconds follows from it.")] = 1,
     updates: Annotated[int, typer.Option(help="Changes of the policy.")] = 30,
     group: Annotated[int, typer.Option(help="Jobs for each family and update.")] = 8,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A small run of at most two minutes: it shows that all parts work.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A small run of two minutes: few of its jobs are valid, or none.")] = False,
 ) -> None:
     """Let the grammar policy write jobs, and train it by what they are worth. Then its best job beside the hand-written one."""
     from dsec.autotrain import image
