@@ -22,12 +22,12 @@ from pathlib import Path
 
 import uvloop
 from uvicorn.config import Config as HttpConfig
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from dsec.rollout.app import App
 from dsec.rollout.service import Service
 from dsec.rollout.store import InUse, Store
+from dsec.serving import BoundedProtocol
 from libdsec import DSecClient, DSecError, __version__
 
 DEFAULT_LISTEN = "127.0.0.1:7434"
@@ -43,13 +43,13 @@ async def serving(app: App, listening: socket.socket) -> AsyncIterator[None]:
     """The API on a bound socket."""
     state = ServerState()
     http = HttpConfig(
-        app, loop="none", http=HttpToolsProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
+        app, loop="none", http=BoundedProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
         access_log=False, proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE,
     )  # fmt: skip
     http.load()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
-        lambda: HttpToolsProtocol(config=http, server_state=state, app_state={}), sock=listening, backlog=BACKLOG
+        lambda: BoundedProtocol(config=http, server_state=state, app_state={}), sock=listening, backlog=BACKLOG
     )
     try:
         yield
