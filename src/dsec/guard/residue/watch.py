@@ -105,7 +105,10 @@ def _ours(pid: int, supervisor: int) -> bool:
 
 
 def _said(pid: int) -> str:
-    """Its command line, as it says it; empty when it is gone, and only then: a program can have none."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read(_MOST_SAID).replace(b"\0", b" ").decode("utf-8", "replace").strip() or "(no name)"
+    """Its command line, as it says it; empty when it has ended, and only then: a program can have none, but one that runs is a file."""
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            said = file.read(_MOST_SAID).replace(b"\0", b" ").decode("utf-8", "replace").strip()
+        os.readlink(f"/proc/{pid}/exe")
+        return said or "(no name)"
     return ""
