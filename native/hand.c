@@ -76,14 +76,7 @@ static void tell_status(uint32_t id) {
   struct buf b = mux_buf();
   sandbox_usage(&sandbox, &u);
   frame_begin(&b, H_STATUS, 0, id);
-  frame_u64(&b, T_MEMORY_USED, u.memory);
-  frame_u64(&b, T_SWAP_USED, u.swap);
-  frame_u64(&b, T_MEMORY_PEAK, u.memory_peak);
-  frame_u64(&b, T_CPU_USED_NS, u.cpu_ns);
-  frame_u64(&b, T_PIDS_USED, u.pids);
-  frame_u64(&b, T_DISK_USED, u.disk);
-  frame_u64(&b, T_OOM_KILLS, u.oom_kills);
-  frame_u64(&b, T_PIDS_HITS, u.pids_hits);
+  usage_fields(&u, &b);
   frame_u64(&b, T_DISK_FULL, (uint64_t)(sandbox_disk_full(&sandbox) != 0));
   frame_u64(&b, T_SHELL, (uint64_t)(sandbox_shell_replaced(&sandbox) != 0));
   mux_send(&b);

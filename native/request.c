@@ -163,14 +163,7 @@ static void status(struct conn *c, struct request *r) {
   if (A.running || A.helpers) touch();
   struct buf b = reply_buf();
   frame_begin(&b, F_STATUS, 0, r->id);
-  frame_u64(&b, T_MEMORY_USED, u.memory);
-  frame_u64(&b, T_SWAP_USED, u.swap);
-  frame_u64(&b, T_MEMORY_PEAK, u.memory_peak);
-  frame_u64(&b, T_CPU_USED_NS, u.cpu_ns);
-  frame_u64(&b, T_PIDS_USED, u.pids);
-  frame_u64(&b, T_DISK_USED, u.disk);
-  frame_u64(&b, T_OOM_KILLS, u.oom_kills);
-  frame_u64(&b, T_PIDS_HITS, u.pids_hits);
+  usage_fields(&u, &b);
   frame_text(&b, T_HEALTH, A.damaged ? "damaged" : "ok");
   frame_u64(&b, T_IDLE_SINCE_NS, A.real - (A.now - A.touched));
   frame_u64(&b, T_DEADLINE_NS, A.deadline_real);

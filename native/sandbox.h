@@ -52,6 +52,7 @@ struct sandbox {
   struct box *box;                     // what only sandbox.c and enter.c need
 };
 
+struct buf;
 struct usage { uint64_t memory, swap, memory_peak, cpu_ns, pids, disk, oom_kills, pids_hits; };
 
 struct fault { const char *code, *resource; int err; char message[200]; }; // stable code of an error reply, what of the host ran out, errno, text
@@ -63,6 +64,7 @@ void sandbox_kill(struct sandbox *s);  // every process of it, now; returns when
 void sandbox_remove(struct sandbox *s);// cgroups, writable layer (but for spec.keep), run directory
 void sandbox_rest(struct sandbox *s);  // nothing runs any more: its files are on the medium and out of memory when this returns
 void sandbox_usage(struct sandbox *s, struct usage *u);
+void usage_fields(const struct usage *u, struct buf *b);
 uint64_t sandbox_oom_kills(struct sandbox *s);
 uint64_t sandbox_pids_hits(struct sandbox *s);
 int sandbox_disk_full(struct sandbox *s);   // the writable layer is at its quota (within one block group of slack), by ioctl or statfs

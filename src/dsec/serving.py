@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httptools
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from libdsec.errors import ConnectionFailed
 from libdsec.link import Link
@@ -85,6 +90,39 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def http_config(app: Any, protocol: type[BoundedProtocol], keep_alive: int) -> Config:
+    """uvicorn's settings for one of our applications: HTTP alone, no word of its own in logs and headers."""
+    config = Config(
+        app, loop="none", http=protocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,
+        proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=keep_alive,
+    )  # fmt: skip
+    config.load()
+    return config
+
+
+@contextlib.asynccontextmanager
+async def accepting(
+    app: Any, protocol: type[BoundedProtocol], listening: socket.socket, *, keep_alive: int, backlog: int,
+    tls: ssl.SSLContext | None = None, closing: Callable[[], Awaitable[None]] | None = None,
+) -> AsyncIterator[None]:  # fmt: skip
+    """An application on a bound socket. At the end nothing new is taken, `closing` is awaited, and what still waits is broken off."""
+    config, state = http_config(app, protocol, keep_alive), ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: protocol(config=config, server_state=state, app_state={}), sock=listening, backlog=backlog, ssl=tls
+    )
+    try:
+        yield
+    finally:
+        server.close()
+        if closing is not None:
+            await closing()
+        for task in list(state.tasks):
+            task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+        for connection in list(state.connections):
+            connection.transport.abort()
 
 
 class UpgradingProtocol(BoundedProtocol):

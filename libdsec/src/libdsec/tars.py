@@ -8,6 +8,7 @@ symbolic link is followed on the way, set-id bits and owners are dropped, device
 from __future__ import annotations
 
 import fnmatch
+import io
 import os
 import shutil
 import stat
@@ -75,6 +76,21 @@ def pack(directory: str, exclude: Sequence[str] | Excluded = (), extra: Mapping[
             yield bytes(pending)
             pending.clear()
     yield bytes(pending) + bytes(2 * _BLOCK)
+
+
+def archive(files: Mapping[str, bytes], mode: int = 0o644) -> bytes:
+    """A small archive of files by name, root's, with their directories, of mode 0755."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for directory in sorted({"/".join(p.split("/")[:i]) for p in files for i in range(1, p.count("/") + 1)}):
+            info = tarfile.TarInfo(directory)
+            info.type, info.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(info)
+        for path, data in sorted(files.items()):
+            info = tarfile.TarInfo(path)
+            info.size, info.mode = len(data), mode
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
 
 
 def _by_patterns(patterns: Sequence[str]) -> Excluded:

@@ -9,13 +9,12 @@ import ssl
 from typing import Any
 
 import msgspec
-from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from dsec.apiserver.app import App
 from dsec.apiserver.request import WHOLE
-from dsec.serving import UpgradingProtocol
+from dsec.serving import UpgradingProtocol, http_config
 from libdsec.wire import ErrorBody
 
 KEEP_ALIVE = 75  # seconds that an idle connection is kept; clients let go earlier
@@ -66,21 +65,7 @@ class Server:
         self._app = app
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
-        self._config = Config(
-            app,
-            loop="none",
-            http=_Protocol,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-        )
-        self._config.load()
+        self._config = http_config(app, _Protocol, KEEP_ALIVE)
 
     def _protocol(self) -> _Protocol:
         return _Protocol(config=self._config, server_state=self._state, app_state={})

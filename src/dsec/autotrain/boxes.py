@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from libdsec.tars import archive
 
 IMAGE = "autotrain"
 CODE, WORK = "/opt/dsec", "/work"
@@ -40,13 +39,8 @@ async def open_box(client: DSecClient, labels: Mapping[str, str], *, memory_mb: 
 
 
 def _code() -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        tar.addfile(tarfile.TarInfo("dsec/__init__.py"))
-        for part in _PARTS:
-            for path in sorted((_HERE / part).rglob("*.py")) or [_HERE / part]:
-                entry = tarfile.TarInfo(f"dsec/autotrain/{path.relative_to(_HERE).as_posix()}")
-                data = path.read_bytes()
-                entry.size, entry.mode = len(data), 0o644
-                tar.addfile(entry, io.BytesIO(data))
-    return out.getvalue()
+    files = {"dsec/__init__.py": b""}
+    for part in _PARTS:
+        for path in (_HERE / part).rglob("*.py") if (_HERE / part).is_dir() else [_HERE / part]:
+            files[f"dsec/autotrain/{path.relative_to(_HERE).as_posix()}"] = path.read_bytes()
+    return archive(files)

@@ -90,10 +90,7 @@ class Outer:
         done = {(e["group"], e["member"]): e for e in self.ledger.entries("episode")}
         updates = list(self.ledger.entries("update"))
         await self._describe()
-        width = len(next(iter(self._features.values())))
-        policy = Policy(width, rate=settings.rate)
-        if updates:
-            policy.load(self._policy(len(updates)))
+        policy = self._of_version(len(updates))
         per_update = len(settings.families)
         tasks: dict[int, list[asyncio.Task[Episode]]] = {}
         try:
@@ -101,23 +98,21 @@ class Outer:
                 for ahead in range(update, min(update + settings.stale, settings.updates - 1) + 1):
                     for group in range(ahead * per_update, (ahead + 1) * per_update):
                         if group not in tasks:
-                            tasks[group] = self._begin(group, max(0, ahead - settings.stale), policy.features, done)
+                            tasks[group] = self._begin(group, max(0, ahead - settings.stale), done)
                 episodes = [await task for group in range(update * per_update, (update + 1) * per_update) for task in tasks.pop(group)]
                 self._learn(policy, update, episodes)
         finally:
-            for task in [task for group_tasks in tasks.values() for task in group_tasks]:
+            left = [task for of_group in tasks.values() for task in of_group]
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*[task for group_tasks in tasks.values() for task in group_tasks], return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
             await self._executor.close()
 
     async def judge(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """For each family what the learned policy's most likely job does, beside the hand-written one at equal budget: signed uplifts with
         intervals, exploration off, the full exam. `code` where a job is not valid."""
-        updates = list(self.ledger.entries("update"))
         await self._describe()
-        policy = Policy(len(next(iter(self._features.values()))))
-        if updates:
-            policy.load(self._policy(len(updates)))
+        policy = self._of_version(len(list(self.ledger.entries("update"))))
         exam, rows = HiddenExam(self._client), []
         for name in names:
             for who, chosen in (("learned", policy.best(self._features[name])), ("hand-written", Choices(FAMILIES[name].tools))):
@@ -156,18 +151,21 @@ class Outer:
         self.ledger.append("update", **row)
         self._say(row)
 
+    def _of_version(self, version: int) -> Policy:
+        """The policy after so many updates."""
+        policy = Policy(len(next(iter(self._features.values()))), rate=self.settings.rate)
+        if version:
+            policy.load(self._policy(version))
+        return policy
+
     def _policy(self, version: int) -> Path:
         return self._directory / f"policy-{version}.npz"
 
     # episodes ---------------------------------------------------------------------------------------------------------------------
 
-    def _begin(
-        self, group: int, version: int, features: int, done: dict[tuple[int, int], dict[str, Any]]
-    ) -> list[asyncio.Task[Episode]]:
+    def _begin(self, group: int, version: int, done: dict[tuple[int, int], dict[str, Any]]) -> list[asyncio.Task[Episode]]:
         """The group's episodes, drawn by the policy of this version."""
-        drawing = Policy(features, rate=self.settings.rate)
-        if version:
-            drawing.load(self._policy(version))
+        drawing = self._of_version(version)
         made = []
         for member in range(self.settings.group):
             known = done.get((group, member))

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsec.autotrain.bundle import Bundle, BundleError, parse
-from dsec.autotrain.families import SPLITS, Task, Tools, observation, split_of
+from dsec.autotrain.families import SPLITS, Task, Tools, split_of
 from dsec.autotrain.families.conversation import messages, named
+from dsec.autotrain.families.task import conversation
 from dsec.autotrain.families.words import compact
 from dsec.autotrain.runner import BundleFault, Runner
 from dsec.autotrain.spec import Spec
@@ -139,14 +140,8 @@ async def _loaded(runner: Runner) -> tuple[list[dict[str, Any]], list[str]]:
         rows, tools = await runner.load(ROWS)
         again, _ = await runner.load(ROWS, hash_seed=1)
     except BundleFault as fault:
-        code = (
-            fault.kind
-            if fault.kind in ("timeout", "memory", "output")
-            else "import"
-            if fault.kind in ("ImportError", "ModuleNotFoundError")
-            else "load"
-        )
-        raise _Found(code, f"{fault.kind}: {fault.detail}") from None
+        otherwise = "import" if fault.kind in ("ImportError", "ModuleNotFoundError") else "load"
+        raise _Found(_limit(fault, otherwise), f"{fault.kind}: {fault.detail}") from None
     if not rows or not all(isinstance(row, dict) and isinstance(row.get("prompt"), str) for row in rows):
         raise _Found("load", "no rows with a prompt")
     if rows != again:
@@ -182,7 +177,7 @@ def _gold(row: dict[str, Any], line: str) -> str:
     values = [tools.compact(call) for call in calls]
     if None in values:
         raise _Found("gold_fails", f"{line}: no tool takes {calls[values.index(None)]!r}")
-    return "".join(f"[{call}]{observation(value)}" for call, value in zip(calls, values, strict=True)) + f"!{row.get('answer')}$"
+    return conversation(calls, values, str(row.get("answer")))
 
 
 async def _gold_passes(

@@ -16,12 +16,11 @@ from rich.console import Console
 from rich.live import Live
 
 from dsec.demo import host, report
-from dsec.demo.grade import pack
 from dsec.demo.projects import RECIPES, Project, SetupFailed, fetch_all
 from dsec.demo.rollouts import Setting, plan, play_all
 from dsec.demo.tasks import PROJECTS, RUNNER, Task
 from dsec.demo.taskset import load_or_build
-from libdsec import DSecClient, DSecContainerRunArgs, DSecError
+from libdsec import DSecClient, DSecContainerRunArgs, DSecError, tars
 from libdsec.errors import LayerNotFound
 
 BUILD = Path("build")
@@ -142,13 +141,13 @@ async def make_layers(
 
 async def _toolkit(client: DSecClient, base: str, runner: dict[str, bytes]) -> str:
     """The test runner, compiled by the base's own Python in a sandbox: without that every exam would compile it anew."""
-    archive = pack(runner)
-    name = f"demo-pytest-{hashlib.sha256(archive + base.encode()).hexdigest()[:12]}"
+    packed = tars.archive(runner)
+    name = f"demo-pytest-{hashlib.sha256(packed + base.encode()).hexdigest()[:12]}"
     try:
         await client.layers.get(name)
     except LayerNotFound:
         async with await client.run_container(DSecContainerRunArgs(layers=[base], memory_limit_mb=512)) as sandbox:
-            await sandbox.files.upload_tar([archive], RUNNER)
+            await sandbox.files.upload_tar([packed], RUNNER)
             compiler = ["/usr/bin/python3", "-I", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", RUNNER]
             await sandbox.exec(compiler, timeout=300, check=True)
             await client.layers.upload(name, sandbox.files.download_tar(RUNNER), kind="toolkit", prefix=RUNNER)
@@ -156,12 +155,12 @@ async def _toolkit(client: DSecClient, base: str, runner: dict[str, bytes]) -> s
 
 
 async def _layer(client: DSecClient, name: str, kind: str, files: dict[str, bytes]) -> str:
-    archive = pack(files)
-    full = f"{name}-{hashlib.sha256(archive).hexdigest()[:12]}"
+    packed = tars.archive(files)
+    full = f"{name}-{hashlib.sha256(packed).hexdigest()[:12]}"
     try:
         await client.layers.get(full)
     except LayerNotFound:
-        await client.layers.upload(full, [archive], kind=kind)
+        await client.layers.upload(full, [packed], kind=kind)
     return full
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import io
 import random
-import tarfile
-from collections.abc import Mapping
 
 from dsec.demo.diff import Diff
 from dsec.demo.projects import Project
 from dsec.demo.tasks import EXAM, EXAM_ARGV, PROJECTS, Exam, Task, Verdict, exam, judge, outcomes
 from libdsec import Ending, ExecResult, Sandbox
+from libdsec.tars import archive
 
 EXAM_SECONDS = 300.0
 STARVED_CPU = 10.0  # an exam that had less than this when its time was up says nothing about the agent
@@ -42,7 +41,7 @@ async def grade(sandbox: Sandbox, task: Task, project: Project, diff: Diff, rng:
 
 async def sit(sandbox: Sandbox, sheet: Exam) -> ExecResult:
     """Put the exam's files there, owned by root, and let `nobody` answer it."""
-    await sandbox.files.upload_tar(io.BytesIO(pack(sheet.files)), EXAM)
+    await sandbox.files.upload_tar(io.BytesIO(archive(sheet.files)), EXAM)
     return await sandbox.exec(EXAM_ARGV, user="nobody", cwd="/", stdin=sheet.order, timeout=EXAM_SECONDS, output_bytes=REPORT_BYTES)
 
 
@@ -51,18 +50,3 @@ def how(result: ExecResult) -> str:
     detail = {"exited": f"({result.exit_code})", "signaled": f"({result.signal})"}.get(result.ending.value, "")
     hits = f" [{', '.join(sorted(result.limits_hit))}]" if result.limits_hit else ""
     return f"{result.ending.value}{detail}{hits}"
-
-
-def pack(files: Mapping[str, bytes]) -> bytes:
-    """A tar of these files, mode 0644, with their directories, mode 0755."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for directory in sorted({"/".join(p.split("/")[:i]) for p in files for i in range(1, p.count("/") + 1)}):
-            info = tarfile.TarInfo(directory)
-            info.type, info.mode = tarfile.DIRTYPE, 0o755
-            tar.addfile(info)
-        for path, data in sorted(files.items()):
-            info = tarfile.TarInfo(path)
-            info.size, info.mode = len(data), 0o644
-            tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()

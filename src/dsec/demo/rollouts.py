@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from dsec.demo.agents import MOVES, Hands, Move, Surprise
 from dsec.demo.diff import MAX_ARCHIVE, Diff, TooLarge, take
-from dsec.demo.grade import Starved, grade, pack
+from dsec.demo.grade import Starved, grade
 from dsec.demo.projects import Project
 from dsec.demo.tasks import PROJECTS, Task, Verdict
 from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox
+from libdsec.tars import archive
 
 EXPECTED = {"repair": 1.0, "wrong": 0.0, "cheat": 0.0, "wild": 0.0}
 CAPACITY_WAIT = 60.0
@@ -120,7 +121,7 @@ async def _act(setting: Setting, rollout: Rollout, project: Project, step: Calla
     try:
         given = {**project.files, task.mutation.path: task.broken(project), **task.visible_tests(project)}
         work = {task.mutation.path: given[task.mutation.path], **task.visible_tests(project)}
-        await sandbox.files.upload_tar(io.BytesIO(pack(work)), f"{PROJECTS}/{project.name}")
+        await sandbox.files.upload_tar(io.BytesIO(archive(work)), f"{PROJECTS}/{project.name}")
         began = time.perf_counter()
         await sandbox.exec(["/bin/true"], check=True)
         rollout.execs.append(time.perf_counter() - began)

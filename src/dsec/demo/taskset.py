@@ -12,11 +12,12 @@ import msgspec
 
 from dsec.demo import controls, inside, mutate
 from dsec.demo.controls import TestName
-from dsec.demo.grade import EXAM_SECONDS, REPORT_BYTES, how, pack, sit
+from dsec.demo.grade import EXAM_SECONDS, REPORT_BYTES, how, sit
 from dsec.demo.mutate import Mutation, mutations
 from dsec.demo.projects import RECIPES, RUNNER, Project, SetupFailed
 from dsec.demo.tasks import EXAM, EXAM_ARGV, INSIDE, PROJECTS, Control, Task, exam, order, outcomes
 from libdsec import Sandbox
+from libdsec.tars import archive
 
 MAX_FAIL_TO_PASS = 5
 MAX_PASS_TO_PASS = 30
@@ -101,7 +102,7 @@ async def _project_tasks(project: Project, each: int, seed: int, open_sandbox: O
     try:
         bench = _Bench(sandbox, project)
         suite = {f"suite/{path}": data for path, data in project.tests.items()}
-        await sandbox.files.upload_tar(io.BytesIO(pack({**suite, "inside.py": INSIDE.read_bytes()})), EXAM)
+        await sandbox.files.upload_tar(io.BytesIO(archive({**suite, "inside.py": INSIDE.read_bytes()})), EXAM)
         runs = [await bench.all_tests() for _ in range(2)]
         if runs[0] is None or runs[1] is None:
             raise SetupFailed(f"{project.name}: the unbroken project's tests do not come to an end")

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from dsec.serving import BoundedProtocol
+from dsec.serving import BoundedProtocol, http_config
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,11 +27,7 @@ class Server:
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
         self._open: Counter[str] = Counter()  # connections, by the address of a sandbox
-        self._config = Config(
-            app, loop="none", http=_Protocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,
-            proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=30,
-        )  # fmt: skip
-        self._config.load()
+        self._config = http_config(app, _Protocol, keep_alive=30)
 
     async def serve(self, sock: socket.socket) -> None:
         """Accept on it."""

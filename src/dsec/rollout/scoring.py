@@ -13,7 +13,7 @@ import contextlib
 import io
 import random
 import tarfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 
 import msgspec
 
@@ -23,6 +23,7 @@ from dsec.rollout.diffs import Diff, TooLarge, collect, fingerprint, take
 from dsec.rollout.schema import GraderRun, Scored, Scoring, Task, Verdict, digest
 from libdsec import Cause, DSecError, Ending, Health, Sandbox
 from libdsec.errors import LayerNotFound
+from libdsec.tars import archive
 
 OUTPUT = 8 << 10  # of a grader, kept
 AGENTS_OWN = frozenset({Cause.OOM.value, Cause.AGENT_CRASH.value})
@@ -67,26 +68,9 @@ async def prepare(boxes: Boxes, task: Task) -> Task:
     try:
         await boxes.client.layers.get(name)
     except LayerNotFound:
-        archive = tests_tar(scoring.tests, scoring.tests_dir)
-        await boxes.client.layers.upload(name, io.BytesIO(archive), kind="workspace")
+        tests = {f"{scoring.tests_dir.strip('/')}/{path}": data for path, data in scoring.tests.items()}
+        await boxes.client.layers.upload(name, io.BytesIO(archive(tests, 0o444)), kind="workspace")
     return msgspec.structs.replace(task, scoring=msgspec.structs.replace(scoring, tests={}, tests_layer=name))
-
-
-def tests_tar(tests: Mapping[str, bytes], directory: str) -> bytes:
-    """Readable by all, owned by root."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        paths = {f"{directory.strip('/')}/{path}": data for path, data in tests.items()}
-        above = {"/".join(path.split("/")[:i]) for path in paths for i in range(1, path.count("/") + 1)}
-        for name in sorted(above):
-            info = tarfile.TarInfo(name)
-            info.type, info.mode = tarfile.DIRTYPE, 0o755
-            tar.addfile(info)
-        for name, data in sorted(paths.items()):
-            info = tarfile.TarInfo(name)
-            info.size, info.mode = len(data), 0o444
-            tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
 
 
 async def _archive(box: Sandbox, path: str | None = None) -> bytes:

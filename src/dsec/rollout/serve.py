@@ -17,17 +17,14 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import uvloop
-from uvicorn.config import Config as HttpConfig
-from uvicorn.server import ServerState
 
 from dsec.rollout.app import App
 from dsec.rollout.service import Service
 from dsec.rollout.store import InUse, Store
-from dsec.serving import BoundedProtocol
+from dsec.serving import BoundedProtocol, accepting
 from libdsec import DSecClient, DSecError, __version__
 
 DEFAULT_LISTEN = "127.0.0.1:7434"
@@ -36,30 +33,6 @@ KEEP_ALIVE = 75
 BACKLOG = 2048
 NODE_PATIENCE = 60.0  # seconds for which one call waits for a node that restarts
 FAILED = 3
-
-
-@contextlib.asynccontextmanager
-async def serving(app: App, listening: socket.socket) -> AsyncIterator[None]:
-    """The API on a bound socket."""
-    state = ServerState()
-    http = HttpConfig(
-        app, loop="none", http=BoundedProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
-        access_log=False, proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE,
-    )  # fmt: skip
-    http.load()
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: BoundedProtocol(config=http, server_state=state, app_state={}), sock=listening, backlog=BACKLOG
-    )
-    try:
-        yield
-    finally:
-        server.close()
-        for task in list(state.tasks):
-            task.cancel()
-        await asyncio.gather(*state.tasks, return_exceptions=True)
-        for connection in list(state.connections):
-            connection.transport.abort()
 
 
 async def run(state: Path, listen: str, name: str) -> int:
@@ -76,7 +49,8 @@ async def run(state: Path, listen: str, name: str) -> int:
             service = Service(store, client, name)
             try:
                 await service.open()
-                async with serving(App(service, client.api_key, __version__), listening):
+                app = App(service, client.api_key, __version__)
+                async with accepting(app, BoundedProtocol, listening, keep_alive=KEEP_ALIVE, backlog=BACKLOG):
                     url = f"http://{host}:{listening.getsockname()[1]}"
                     _say(state, url)
                     print(f"rollouts at {url}", flush=True)

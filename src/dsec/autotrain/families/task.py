@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsec.autotrain.families.tools import Tools
@@ -37,8 +38,12 @@ class Task:
         return self._conversation(*self.slip) if self.slip is not None else self.gold
 
     def _conversation(self, calls: tuple[str, ...], answer: str) -> str:
-        tools = self.tools
-        return "".join(f"[{call}]{observation(tools.compact(call))}" for call in calls) + f"!{answer}{END}"
+        return conversation(calls, [self.tools.compact(call) for call in calls], answer)
+
+
+def conversation(calls: Sequence[str], values: Sequence[str | None], answer: str) -> str:
+    """What is said after the prompt: calls with their values, then the answer."""
+    return "".join(f"[{call}]{observation(value)}" for call, value in zip(calls, values, strict=True)) + f"!{answer}{END}"
 
 
 def observation(value: str | None) -> str:

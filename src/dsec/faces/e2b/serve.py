@@ -17,8 +17,6 @@ import sys
 from collections.abc import AsyncIterator
 
 import uvloop
-from uvicorn.config import Config as HttpConfig
-from uvicorn.server import ServerState
 
 from dsec.certs import server_context
 from dsec.config import Config, ConfigError, E2bConfig, from_argv
@@ -26,7 +24,7 @@ from dsec.faces.e2b.app import App
 from dsec.faces.e2b.boxes import Boxes, Settings
 from dsec.faces.e2b.builds import sweep
 from dsec.faces.e2b.keys import Keys
-from dsec.serving import UpgradingProtocol
+from dsec.serving import UpgradingProtocol, accepting
 from libdsec import DSecClient
 from libdsec.errors import DSecError
 
@@ -56,28 +54,13 @@ async def serving(client: DSecClient, config: E2bConfig, listening: socket.socke
     made, boxes = keys(client), Boxes(client, settings(config))
     await asyncio.to_thread(sweep)
     await boxes.open()
-    state = ServerState()
     app = App(boxes, made)
-    http = HttpConfig(
-        app, loop="none", http=UpgradingProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
-        access_log=False, proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE,
-    )  # fmt: skip
-    http.load()
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: UpgradingProtocol(config=http, server_state=state, app_state={}), sock=listening, backlog=BACKLOG,
-        ssl=server_context(config.tls_cert, config.tls_key) if config.tls_cert else None,
-    )
+    tls = server_context(config.tls_cert, config.tls_key) if config.tls_cert else None
     try:
-        yield made
+        # commands run on; what waits here is broken off
+        async with accepting(app, UpgradingProtocol, listening, keep_alive=KEEP_ALIVE, backlog=BACKLOG, tls=tls, closing=app.close):
+            yield made
     finally:
-        server.close()
-        await app.close()  # commands run on; what waits here is broken off
-        for task in list(state.tasks):
-            task.cancel()
-        await asyncio.gather(*state.tasks, return_exceptions=True)
-        for connection in list(state.connections):
-            connection.transport.abort()
         await boxes.close()
 
 
