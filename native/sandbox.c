@@ -14,7 +14,6 @@
 #include <sys/wait.h>
 #include <termios.h>
 #include <unistd.h>
-#include "frame.h"
 #include "machine.h"
 #include "node.h"
 #include "util.h"
@@ -283,17 +282,6 @@ void sandbox_usage(struct sandbox *s, struct usage *u) {
   if (s->channel > 0) { machine_usage(u); return; }
   cgroup_usage(s, u);
   medium_usage(s, &u->disk, &full);
-}
-
-void usage_fields(const struct usage *u, struct buf *b) {
-  frame_u64(b, T_MEMORY_USED, u->memory);
-  frame_u64(b, T_SWAP_USED, u->swap);
-  frame_u64(b, T_MEMORY_PEAK, u->memory_peak);
-  frame_u64(b, T_CPU_USED_NS, u->cpu_ns);
-  frame_u64(b, T_PIDS_USED, u->pids);
-  frame_u64(b, T_DISK_USED, u->disk);
-  frame_u64(b, T_OOM_KILLS, u->oom_kills);
-  frame_u64(b, T_PIDS_HITS, u->pids_hits);
 }
 
 int sandbox_disk_full(struct sandbox *s) {

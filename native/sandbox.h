@@ -64,7 +64,7 @@ void sandbox_kill(struct sandbox *s);  // every process of it, now; returns when
 void sandbox_remove(struct sandbox *s);// cgroups, writable layer (but for spec.keep), run directory
 void sandbox_rest(struct sandbox *s);  // nothing runs any more: its files are on the medium and out of memory when this returns
 void sandbox_usage(struct sandbox *s, struct usage *u);
-void usage_fields(const struct usage *u, struct buf *b);
+void usage_fields(const struct usage *u, struct buf *b);                // usage.c
 uint64_t sandbox_oom_kills(struct sandbox *s);
 uint64_t sandbox_pids_hits(struct sandbox *s);
 int sandbox_disk_full(struct sandbox *s);   // the writable layer is at its quota (within one block group of slack), by ioctl or statfs
